@@ -168,24 +168,6 @@ def test_repositories(adapted: Server, folders: dict[str, Path]) -> None:
     adapted.assert_alive()
 
 
-def test_frames(adapted: Server) -> None:
-    """What is shown of a canvas is the adapter's answer."""
-    body = PROMPT | {"model": "one", "stream": True, "diffusing": True}
-    expected = tokens(adapted, "one")
-    chunks = []
-    url = f"{adapted.url}/v1/chat/completions"
-    with httpx.stream("POST", url, json=body, timeout=300) as response:
-        assert response.status_code == 200
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                chunks.append(json.loads(line.removeprefix("data: ")))
-    frames = [chunk for chunk in chunks if chunk.get("type") == "diffusion_frame"]
-    choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    text = "".join(choice["delta"].get("content") or "" for choice in choices)
-    assert "".join(frame["text"] for frame in frames if frame["is_last"]) == text
-    assert tuple(token for choice in choices for token in choice.get("token_ids") or ()) == expected
-
-
 TWO_ENGINES = ("--data-parallel-size", "2", "--distributed-executor-backend", "uni")
 LORA = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 
-from tests.support.checkpoints import SHIPPED
-from tests.support.server import LOGS_PASSES, Server, start_server
+from tests.support.server import Server
 
 pytestmark = pytest.mark.engine
 
@@ -72,47 +68,3 @@ def test_passes_of_a_decision(num_questions: int, joint: bool, most: int, server
     """Prompt and read together, whatever the number of questions on a canvas."""
     for text in TEXTS:
         assert 1 <= passes(server, text, num_questions, joint) <= most
-
-
-@pytest.fixture(scope="module")
-def peers(tmp_path_factory) -> Iterator[tuple[Server, Server]]:
-    """Ours, with stock's sliding window, and stock's own class on the same platform."""
-    folder = tmp_path_factory.mktemp("peers")
-    settings = ("--additional-config", '{"diffusion": {"window_anchor": "query"}}')
-    only_platform = {"VLLM_PLUGINS": "vllm_diffusion_cpu"}
-    with (
-        start_server(SHIPPED, folder / "ours.log", LOGS_PASSES, *settings) as ours,
-        start_server(SHIPPED, folder / "stock.log", LOGS_PASSES, **only_platform) as stock,
-    ):
-        yield ours, stock
-
-
-def numbers(answer: Any) -> list[float]:
-    """Every number in an answer, in order."""
-    if isinstance(answer, dict):
-        return [number for value in answer.values() for number in numbers(value)]
-    if isinstance(answer, list):
-        return [number for value in answer for number in numbers(value)]
-    return [answer] if isinstance(answer, (int, float)) else []
-
-
-# Two servers of their own; that ours computes what stock does without the endpoint on top is with the
-# faster tests, in tests/integration/test_stock_comparison.py.
-@pytest.mark.slow
-@pytest.mark.parametrize("joint", [False, True], ids=["a canvas each", "one canvas"])
-def test_decisions_are_those_of_stock(joint: bool, peers: tuple[Server, Server]) -> None:
-    """Same window, same canvas: the same probabilities, to what float32 sums leave."""
-    body = {"input": "The sky is blue.", "questions": QUESTIONS, "joint": joint}
-    ours, stock = (peer.post("/v1/decisions", body).json()["answers"] for peer in peers)
-    assert len(numbers(ours)) > 8
-    assert numbers(ours) == pytest.approx(numbers(stock), abs=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_questions", [1, 6])
-def test_stock_takes_more_passes(num_questions: int, peers: tuple[Server, Server]) -> None:
-    """Its class takes one for prompts and one more; ours one, whatever the window is anchored to."""
-    for text in TEXTS:
-        ours, stock = (passes(peer, text, num_questions, joint=True) for peer in peers)
-        assert ours == 1
-        assert stock >= 2

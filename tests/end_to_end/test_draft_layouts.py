@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.server import start_server
 from tests.support.tiny_pair import dflash, greedy_answer, greedy_answers, serving
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
@@ -92,47 +91,3 @@ def test_tokens(
         if drafting.get("adaptive") and layout == DATA:
             assert "adaptive=true is off" in log
             assert drafted == spec["num_speculative_tokens"] * verified
-
-
-@pytest.mark.parametrize("order", ["--async-scheduling", "--no-async-scheduling"])
-def test_stages_without_a_draft(order: str, expected: dict[str, list[int]], tmp_path: Path) -> None:
-    """vLLM's own relay between stages is right on the CPU platform, in both orders."""
-    with start_server(shipped_checkpoint("qwen3"), tmp_path / "log", *PIPELINE, order) as server:
-        assert {question: greedy_answer(server, question) for question in expected} == expected
-        with ThreadPoolExecutor(len(expected)) as pool:
-            answers = pool.map(lambda question: greedy_answer(server, question), expected)
-            assert dict(zip(expected, answers, strict=True)) == expected
-
-
-@pytest.mark.parametrize(
-    ("spec", "drafting", "options", "remedy"),
-    [
-        pytest.param(
-            DFLASH,
-            {},
-            (*PIPELINE, "--no-async-scheduling"),
-            "leave --no-async-scheduling out",
-            id="stages in step",
-        ),
-        pytest.param(
-            DFLASH, {"steps": 9}, (), "set steps to 1..7", id="more passes than positions"
-        ),
-    ],
-)
-def test_refused(
-    spec: dict[str, Any],
-    drafting: dict[str, Any],
-    options: tuple[str, ...],
-    remedy: str,
-    tmp_path: Path,
-) -> None:
-    """Said before anything is loaded: vLLM's synchronous scheduler hands stages no drafts in time."""
-    with pytest.raises(RuntimeError) as refused, serving(tmp_path, spec, drafting, options):
-        pass
-    log = str(refused.value)
-    assert remedy in log
-    assert "Loading weights" not in log
-    if drafting:
-        # A setting of ours: one line, without a trace.
-        assert log.rstrip().splitlines()[-1].startswith("vllm-diffusion: --additional-config")
-        assert "Traceback" not in log

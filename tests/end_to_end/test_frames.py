@@ -18,11 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
-from tests.support.checkpoints import SHIPPED
-from tests.support.server import MODEL, PARSERS, Server, start_server
+from tests.support.server import MODEL, Server
 
 pytestmark = pytest.mark.engine
 
@@ -203,30 +201,6 @@ def test_llm_client(server: Server) -> None:
     assert "LAMP" in said[0][0]
 
 
-def test_metrics(server: Server) -> None:
-    """Each canvas is in every histogram once, and each pass is of one kind."""
-
-    def read() -> dict[str, float]:
-        found: dict[str, float] = {}
-        for line in httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines():
-            if line.startswith("vllm_diffusion:") and "_bucket" not in line:
-                name = line.partition(" ")[0].partition("{")[0].removeprefix("vllm_diffusion:")
-                # Passes by kind are of several kinds.
-                found[name] = found.get(name, 0.0) + float(line.rpartition(" ")[2])
-        return found
-
-    server.wait_until_idle()
-    # Requests that others left in mid-canvas took steps of no canvas.
-    before = read()
-    ask(server, "chat")
-    server.wait_until_idle()
-    values = {name: value - before.get(name, 0.0) for name, value in read().items()}
-    for name in ("denoise_steps_per_canvas", "tokens_per_pass", "seconds_per_canvas"):
-        assert values[f"{name}_count"] == values["canvases_total"] > 0
-    assert values["denoise_steps_per_canvas_sum"] == values["denoise_steps_total"] > 0
-    assert values["passes_by_kind_total"] == values["passes_total"] > 0
-
-
 def test_dashboard_and_rules(server: Server) -> None:
     """Every metric that the dashboard and the rules name is on ``/metrics`` of a running server."""
     ask(server, "chat", n=1)
@@ -299,54 +273,3 @@ def test_slow_readers_slow_nobody(server: Server) -> None:
         expected = alone[i % 4]
         assert (stream.text, stream.reason) == (expected.text, expected.reason)
         assert [f["step"] for f in stream.frames] == [f["step"] for f in expected.frames]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [("--tensor-parallel-size", "2"), ("--api-server-count", "2"), ("--async-scheduling",)],
-    ids=" ".join,
-)
-def test_other_servers(options: tuple[str, ...], server: Server, tmp_path: Path) -> None:
-    """On two ranks, behind two API processes and in the other order: the same frames."""
-    xargs = {"diffusion_frames": 1, "diffusion_frame_fields": ["token_ids"]}
-    asked = [{"seed": seed, "extra_body": {"vllm_xargs": xargs}} for seed in range(6)]
-    usual = [ask(server, "chat", **one) for one in asked]
-    with (
-        start_server(SHIPPED, tmp_path / "server.log", *PARSERS, *options) as other,
-        ThreadPoolExecutor(6) as pool,
-    ):
-        streams = list(pool.map(lambda one: ask(other, "chat", **one), asked))
-    for stream, expected in zip(streams, usual, strict=True):
-        assert stream.text == expected.text
-        for index in expected.text:
-            shown = [
-                [
-                    (f["block"], f["step"], f["text"], f["token_ids"])
-                    for f in one.frames
-                    if f["choices"][0]["index"] == index
-                ]
-                for one in (stream, expected)
-            ]
-            assert shown[0] == shown[1]
-
-
-@pytest.mark.slow
-def test_memory_over_a_thousand_requests(server: Server) -> None:
-    """What a request with frames takes is given back."""
-    api = psutil.Process(server.process.pid)
-
-    def round_of(count: int) -> None:
-        with ThreadPoolExecutor(8) as pool:
-            body = {"diffusing": True, "vllm_xargs": {"diffusion_max_steps": 2}}
-            list(
-                pool.map(
-                    lambda seed: ask(server, "chat", n=1, max_tokens=8, seed=seed, extra_body=body),
-                    range(count),
-                )
-            )
-
-    round_of(200)
-    before = api.memory_info().rss
-    round_of(800)
-    assert api.memory_info().rss - before < 16 * 1024**2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,20 +47,6 @@ def test_stored_conversation(server: Server) -> None:
     assert second.usage.input_tokens == whole.usage.input_tokens
     with pytest.raises(openai.NotFoundError):
         client.responses.create(input="x", previous_response_id="resp_none", **options)
-
-
-def test_response_in_the_background(server: Server) -> None:
-    """Asked for at once, fetched when it is done."""
-    client = server.client()
-    queued = client.responses.create(
-        model=MODEL, input=QUESTIONS[0], temperature=0.0, max_output_tokens=60, background=True
-    )
-    assert queued.status in ("queued", "in_progress")
-    deadline = time.monotonic() + 60
-    while (done := client.responses.retrieve(queued.id)).status in ("queued", "in_progress"):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert (done.status, done.output_text) == ("completed", "15")
 
 
 def _message(server: Server, **fields: Any) -> dict[str, Any]:

@@ -77,49 +77,6 @@ def test_completion_streamed_and_not(kind: str, server: Server) -> None:
     assert usage.prompt_tokens == whole.usage.prompt_tokens
 
 
-def test_seeds_differ(server: Server) -> None:
-    """Another seed, another text; no seed, a seed of the engine's own."""
-    client = server.client()
-    texts = {
-        client.completions.create(
-            model=MODEL,
-            prompt="Once upon a time",
-            max_tokens=server.canvas_length,
-            seed=seed,
-            # The weights are so sure of an end that noise alone would not change it.
-            logit_bias={str(token): -100 for token in (1, 6, 14)},
-            extra_body={"vllm_xargs": {"diffusion_max_steps": 1}, "ignore_eos": True},
-        )
-        .choices[0]
-        .text
-        for seed in (1, 2, 3, None)
-    }
-    assert len(texts) > 1
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_two_choices(stream: bool, server: Server) -> None:
-    """``n=2`` gives two choices, each finished."""
-    request = {
-        "model": MODEL,
-        "messages": MESSAGES,
-        "max_tokens": server.canvas_length,
-        "n": 2,
-        "extra_body": QUICK,
-    }
-    client = server.client()
-    if not stream:
-        choices = client.chat.completions.create(**request).choices
-        assert [choice.index for choice in choices] == [0, 1]
-        assert all(choice.finish_reason in ("stop", "length") for choice in choices)
-        return
-    finished = set()
-    with client.chat.completions.create(**request, stream=True) as chunks:
-        for chunk in chunks:
-            finished |= {choice.index for choice in chunk.choices if choice.finish_reason}
-    assert finished == {0, 1}
-
-
 def test_request_parameters(server: Server) -> None:
     """Every parameter that an OpenAI client or vLLM's extras can send, in one request."""
     response = server.client().chat.completions.create(
@@ -235,44 +192,6 @@ def test_thinking(stream: bool, server: Server) -> None:
     assert "sums" in thought
 
 
-def test_eight_clients_at_once(server: Server) -> None:
-    """Each of eight clients gets its own answer, the one that it would get alone."""
-
-    def ask(seed: int) -> str:
-        completion = server.client().completions.create(
-            model=MODEL,
-            prompt=f"Question {seed}:" + " word" * seed,
-            max_tokens=server.canvas_length + seed,
-            seed=seed,
-            extra_body={**QUICK, "ignore_eos": True},
-        )
-        assert completion.usage.completion_tokens == server.canvas_length + seed
-        return completion.choices[0].text
-
-    with ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(ask, range(8)))
-    assert together == [ask(seed) for seed in range(8)]
-
-
-def test_repeated_prompt_hits_the_prefix_cache(server: Server) -> None:
-    """The usage of the second request reports cached tokens, and the counter moves."""
-    client = server.client()
-    request = {
-        "model": MODEL,
-        "prompt": "The quick brown fox jumps over the lazy dog. " * 3,
-        "max_tokens": 2,
-        "seed": 1,
-        "extra_body": QUICK,
-    }
-    first = client.completions.create(**request)
-    hits = server.metric("vllm:prefix_cache_hits_total")
-    second = client.completions.create(**request)
-    cached = second.usage.prompt_tokens_details.cached_tokens
-    assert second.usage.prompt_tokens // 2 < cached < second.usage.prompt_tokens
-    assert server.metric("vllm:prefix_cache_hits_total") == hits + cached
-    assert second.choices[0].text == first.choices[0].text
-
-
 def test_counters(server: Server) -> None:
     """``vllm_diffusion:*`` counters say what one request took, to the unit."""
     names = ("passes", "encode_rows", "canvas_rows", "projected_rows", "denoise_steps", "canvases")
@@ -343,38 +262,6 @@ def test_eight_clients_that_go_away(server: Server) -> None:
     server.assert_alive()
 
 
-def test_documented_benchmark(server: Server, tmp_path: Path) -> None:
-    """The page's command for the shipped checkpoint measures a server with the page's parsers."""
-    page = (Path(__file__).parents[2] / "docs/use/serving.md").read_text(encoding="utf-8")
-    commands = re.findall(r"^vllm bench serve (?:.*\\\n)*.*$", page, re.MULTILINE)
-    assert len(commands) == 2
-    # The last one; only the port is another.
-    command = commands[-1].replace("http://127.0.0.1:8000", server.url)
-    assert command != commands[-1]
-    command += f" --save-result --result-dir '{tmp_path}' --result-filename result.json"
-    programs = Path(sys.executable).parent
-    done = subprocess.run(
-        ["bash", "-c", command],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env={
-            **os.environ,
-            "PATH": f"{programs}:{os.environ['PATH']}",
-            "OPENAI_API_KEY": "none",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-        },
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    result = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
-    assert (result["completed"], result["failed"]) == (4, 0)
-    assert result["total_output_tokens"] == 4 * 128
-    assert result["mean_tpot_ms"] > 0
-    assert result["mean_itl_ms"] > result["mean_tpot_ms"]
-    assert result["mean_ttft_ms"] > 0
-
-
 def test_live_canvas_example(server: Server) -> None:
     """The example's own question is answered rightly, and tokens of its canvases change from step to step."""
     done = subprocess.run(
@@ -390,29 +277,3 @@ def test_live_canvas_example(server: Server) -> None:
     assert len(set(frames)) >= len({block for block, _ in frames}) + 2
     answer = "lamp: LAMP, river: RIVER, stone: STONE, cloud: CLOUD"
     assert done.stdout.endswith(f"answer: {answer}\n")
-
-
-# A process that imports vLLM again, to ask what the other tests ask.
-@pytest.mark.slow
-@pytest.mark.parametrize("concurrency", [1, 8])
-def test_vllm_bench_serve(concurrency: int, server: Server, tmp_path: Path) -> None:
-    """vLLM's own benchmark, with its default parameters, finishes with no failed request."""
-    num_prompts = 4 if concurrency == 1 else 16
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve"]
-    command += ["--base-url", server.url, "--model", MODEL, "--tokenizer", str(server.checkpoint)]
-    command += ["--dataset-name", "random", "--random-input-len", "32", "--random-output-len", "16"]
-    command += ["--num-prompts", str(num_prompts), "--max-concurrency", str(concurrency)]
-    command += ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "result.json"]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env={**os.environ, "VLLM_LOGGING_LEVEL": "WARNING"},
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    result = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
-    assert result["completed"] == num_prompts
-    assert result["failed"] == 0
-    assert result["total_output_tokens"] > 0

@@ -350,6 +350,7 @@ def test_damaged_weights(damage: Callable[[Path], None], word: str, tmp_path: Pa
     configure(tmp_path, load_format="dummy")
 
 
+@pytest.mark.slow
 def test_target_device_set(tmp_path: Path) -> None:
     """VLLM_TARGET_DEVICE=cpu, which switches platform plugins off, is named with what to do."""
     program = (

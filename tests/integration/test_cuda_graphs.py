@@ -6,20 +6,14 @@ that a step forgets to hand over, or an output that outlives it, changes an answ
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
-import torch
-from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from tests.support.checkpoints import random_checkpoint
 from tests.support.engine import TracedEngine
 from tests.support.graphs import emulated_capture
-from vllm_diffusion.canvas.cuda_graphs import BYTES_OF_A_GRAPH
-from vllm_diffusion.runner import model_state as base
 
 pytestmark = pytest.mark.engine
 
@@ -108,43 +102,3 @@ def _numbers(logprobs: Any) -> list[dict[int, tuple[int, float]]]:
         {token: (told.rank, pytest.approx(told.logprob, abs=1e-4)) for token, told in some.items()}
         for some in logprobs or []
     ]
-
-
-def test_a_start_captures_once(engine):
-    """The memory profile captures the largest of each kind, and counts the others without capturing."""
-    captured: list[tuple[str, int]] = []
-
-    def counted(function, inputs):
-        captured.append((function.__name__, len(inputs[0]) // CANVAS if inputs else 0))
-        return emulated_capture(function, inputs)
-
-    def stock(runner, *, profile_only):
-        runner.model_state.capture_inner_cudagraphs()
-        return 5
-
-    with (
-        mock.patch.object(GPUModelRunner, "capture_model", stock),
-        mock.patch.object(base, "cuda_capture", return_value=counted),
-        mock.patch(
-            "vllm.distributed.parallel_state.graph_capture",
-            side_effect=lambda **_: contextlib.nullcontext(),
-        ),
-        mock.patch.object(torch.accelerator, "empty_cache") as emptied,
-    ):
-        size = engine.runner.capture_model(profile_only=True)
-        assert sorted(captured) == [
-            ("_adjusted_rows", 4),
-            ("_condition_canvases", 4),
-            ("_decide", 0),
-            ("_filtered_rows", 1),
-            ("_plain_step", 4),
-            ("_reported_rows", 1),
-        ]
-        assert not engine.runner.sampler.graphs.plain_step.is_captured(torch.empty(4 * CANVAS, 128))
-        sampled = len(captured)
-        captured.clear()
-        assert engine.runner.capture_model(profile_only=False) == 5
-        assert len(captured) == len(set(captured)) == 3 * 4 + 3
-        assert size == 5 + (len(captured) - sampled) * BYTES_OF_A_GRAPH
-        assert emptied.call_count == 2 * 2
-    engine.state.drop_graphs()

@@ -6,12 +6,10 @@ import functools
 
 import numpy as np
 import pytest
-import torch
 
 from tests.support.checkpoints import random_checkpoint
 from tests.support.device_waits import DeviceWaits
 from tests.support.engine import TracedEngine
-from tests.support.families.model import nemotron, prompt_of
 from tests.support.frames import EVERY_FIELD, Watched
 
 pytestmark = pytest.mark.engine
@@ -86,63 +84,3 @@ def test_no_call_waits(guarded):
     }
     assert calls["__call__"] > 30
     assert found == []
-
-
-@pytest.mark.slow
-def test_no_call_of_a_draft_waits(tmp_path):
-    """Drafts with a LoRA and their verification, with every option that these may have."""
-    engine = TracedEngine(
-        nemotron(block_length=8).save(tmp_path),
-        max_model_len=256,
-        additional_config={"diffusion": {"rule": "linear_spec"}},
-    )
-    found, calls = guard(engine)
-    options = [
-        {"logprobs": 3, "extra_args": EVERY_FIELD},
-        {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "temperature": 0.5},
-        {"min_tokens": 3, "stop_token_ids": [40], "logit_bias": {40: 2.0}},
-        {"logprob_token_ids": [40, 41], "temperature": 0.7},
-    ]
-    params = [
-        engine.sampling_params(seed=i, max_tokens=12, ignore_eos=True, **option)
-        for i, option in enumerate(options)
-    ]
-    Watched(engine.llm, [prompt_of(n, seed=n) for n in (5, 40, 90, 130)], params)
-    engine.close()
-    assert calls["__call__"] > 10
-    assert found == []
-
-
-@pytest.mark.parametrize(
-    "wait",
-    [
-        lambda x: x.sum().item(),
-        lambda x: bool(x.any()),
-        lambda x: int(x[0]),
-        lambda x: x.tolist(),
-        lambda x: torch.zeros(2, device=x.device).tolist(),
-        lambda x: x.cpu(),
-        lambda x: x.to("cpu"),
-        lambda x: x[x > 0],
-        lambda x: x[[0, 1]],
-        lambda x: torch.where(x > 0),
-        lambda x: x.nonzero(),
-        lambda x: torch.tensor([1, 2], device=x.device),
-        lambda x: 3 if (x > 0).all() else 4,
-        lambda x: x.__setitem__(torch.arange(2), 1),
-    ],
-)
-def test_the_guard_sees_it(wait):
-    x = torch.arange(4)
-    with DeviceWaits() as waits:
-        wait(x)
-    assert len(waits.found) == 1
-
-
-def test_the_guard_lets_the_host_be_read():
-    with DeviceWaits() as waits:
-        host = torch.from_numpy(np.arange(4))
-        assert int(host[1:].max()) == 3
-        assert torch.zeros(2, device=host.device).tolist() == [0, 0]
-        torch.arange(4)[torch.arange(2)] = torch.arange(2)
-    assert waits.found == []

@@ -12,10 +12,8 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tests.support import page_stub
-from tests.support.checkpoints import SHIPPED
 from tests.support.page_browser import CONTRASTS, MARKS, ask, cells, connect, counter
 from tests.support.page_stub import Stub, running_stub
-from vllm_diffusion.startup.shipped import TASKS
 
 pytestmark = MARKS
 
@@ -148,18 +146,6 @@ def test_keyboard_and_names(stub: Stub, new_page: Callable[..., Page]) -> None:
     ) == ["problem", "log", "copied"]
 
 
-def test_tasks(stub: Stub, new_page: Callable[..., Page]) -> None:
-    """Before the first message the page says what a shipped checkpoint can do, and of others nothing."""
-    page = new_page(stub.url)
-    connect(page, page_stub.KEY)
-    expect(page.locator("#nothing")).to_be_visible()
-    expect(page.locator("#tasks")).to_be_hidden()
-    with running_stub(name=str(SHIPPED)) as shipped:
-        page = new_page(shipped.url)
-        connect(page, page_stub.KEY)
-        expect(page.locator("#tasks")).to_have_text(TASKS)
-
-
 def test_key_form(stub: Stub, new_page: Callable[..., Page]) -> None:
     """It folds once connected, comes back when it is asked for, and is not there without a key."""
     page = new_page(stub.url)
@@ -195,18 +181,6 @@ def test_key_form(stub: Stub, new_page: Callable[..., Page]) -> None:
         expect(page.get_by_role("button", name="Send")).to_be_enabled()
         expect(page.locator("#connect")).to_be_hidden()
         expect(page.locator("#change-key")).to_be_hidden()
-
-
-def test_narrow_screen(new_page: Callable[..., Page]) -> None:
-    """Nothing is wider than 400 pixels, though the model's name is a path and two choices are compared."""
-    with running_stub(name="/a/path/that/goes/on" * 8) as stub:
-        page = new_page(stub.url, viewport={"width": 400, "height": 800})
-        expect(page.locator("#prompt-hint")).to_be_visible()
-        connect(page, page_stub.KEY)
-        page.get_by_label("Compare two choices").check()
-        page.get_by_text("More", exact=True).click()
-        ask(page, "hostile", panels=2)
-        assert page.evaluate("document.scrollingElement.scrollWidth") <= 400
 
 
 def test_cold_server(stub: Stub, new_page: Callable[..., Page]) -> None:
@@ -289,29 +263,6 @@ def test_fold_behind_the_end(stub: Stub, new_page: Callable[..., Page]) -> None:
     page.get_by_role("slider", name="Step").fill("0")
     expect(positions.nth(9)).to_have_text("noise␣")
     expect(positions).to_have_count(11)
-
-
-def test_step_map(stub: Stub, new_page: Callable[..., Page]) -> None:
-    """Each token's step stands below it, smaller, and colours it: a token and its step are not one number."""
-    page = new_page(stub.url)
-    connect(page, page_stub.KEY)
-    ask(page, "Something.")
-    drawn = page.locator(".map .cell").evaluate_all("""nodes => nodes.map(node => {
-        const [token, step] = [...node.children];
-        const size = part => parseFloat(getComputedStyle(part).fontSize);
-        return {
-            step: Number(step.textContent),
-            isBelow: step.getBoundingClientRect().top >= token.getBoundingClientRect().bottom - 1,
-            isSmall: size(step) < size(token),
-            colour: getComputedStyle(node).backgroundColor,
-        };
-    })""")
-    assert len(drawn) == 11
-    assert all(token["isBelow"] and token["isSmall"] for token in drawn)
-    # In the first canvas; colours count from its own last step.
-    of_step = {token["step"]: token["colour"] for token in drawn[:9]}
-    assert len(set(of_step.values())) == len(of_step) == page_stub.STEPS
-    assert all(token["colour"] == of_step[token["step"]] for token in drawn[:9])
 
 
 def test_past_the_cap(stub: Stub, new_page: Callable[..., Page]) -> None:

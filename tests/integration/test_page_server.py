@@ -118,27 +118,3 @@ def test_watch_and_replay(server: Server, new_page: Callable[..., Page]) -> None
     expect(theirs.locator(".state")).to_have_text("Done")
     expect(theirs.get_by_role("log").locator("p").last).to_have_text(answer)
     assert cells(theirs, ".map") == cells(page, ".map")
-
-
-def test_side_by_side(server: Server, new_page: Callable[..., Page]) -> None:
-    """Two choices of settings on one prompt, each with the canvas that it gives."""
-    page = new_page(f"{server.url}/diffusion/")
-    connect(page, server.api_key)
-    page.get_by_label("Compare").check()
-    page.get_by_label("Preset (A)").select_option("quality")
-    page.get_by_label("Preset (B)").select_option("fast")
-    prompt = "What is 7+8?"
-    ask(page, prompt, panels=2)
-    names = page.locator(".panel h3").all_inner_texts()
-    assert names == ["A: preset quality", "B: preset fast"]
-    for index, preset in enumerate(("quality", "fast")):
-        chunks = chunks_of(server, prompt, diffusion_preset=preset)
-        frames = [chunk for chunk in chunks if chunk.get("type") == "diffusion_frame"]
-        panel = page.locator(".panel").nth(index)
-        assert counter(panel, "Denoising steps") == len(frames)
-    link = page.get_by_label("Link to this prompt").input_value()
-    theirs = new_page(link)
-    connect(theirs, server.api_key)
-    expect(theirs.get_by_label("Compare")).to_be_checked()
-    for choice, preset in (("A", "quality"), ("B", "fast")):
-        expect(theirs.get_by_label(f"Preset ({choice})")).to_have_value(preset)

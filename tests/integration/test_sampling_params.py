@@ -6,9 +6,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from vllm.sampling_params import StructuredOutputsParams
 
-from attention_kernels.vocab_statistics import LogitAdjustments, api, triton
+from attention_kernels.vocab_statistics import LogitAdjustments
 from tests.support.engine import TracedEngine
 from tests.support.oracle import Oracle
 from vllm_diffusion.metrics import request_metrics
@@ -203,49 +202,6 @@ def test_temperatures_of_a_request(engine):
         request_metrics(cold[0]).denoise_steps_per_canvas
         <= request_metrics(usual[0]).denoise_steps_per_canvas
     )
-
-
-@pytest.mark.slow
-def test_the_kernels_give_the_answers_of_pytorch(engine, monkeypatch):
-    """Every setting at once in one batch, sampled in Triton's interpreter as a GPU would."""
-    settings_of_requests = [
-        {},
-        {"top_k": 20, "top_p": 0.8, "logprobs": 3},
-        {"min_p": 0.05, "temperature": 0.6, "logit_bias": {30: 4.0, 31: -5.0}},
-        {"presence_penalty": 1.2, "frequency_penalty": 0.4, "repetition_penalty": 1.4},
-        {"min_tokens": 40, "logprobs": 1, "logit_bias": {1: 6.0}},
-        {"allowed_token_ids": list(range(40, 90)), "top_p": 0.5},
-        {"structured_outputs": StructuredOutputsParams(choice=["twelve", "345"]), "top_k": 9},
-    ]
-
-    def answers():
-        params = [
-            engine.sampling_params(
-                seed=i, max_tokens=2 * CANVAS, extra_args={"diffusion_max_steps": 2}, **asked
-            )
-            for i, asked in enumerate(settings_of_requests)
-        ]
-        prompts = [{"prompt_token_ids": PROMPT[i:]} for i in range(len(params))]
-        return [
-            output.outputs[0] for output in engine.llm.generate(prompts, params, use_tqdm=False)
-        ]
-
-    expected = answers()
-    launches = []
-    update = triton.update_statistics
-    monkeypatch.setattr(api, "_implementation", lambda impl, rows: triton)
-    monkeypatch.setattr(
-        triton, "update_statistics", lambda *args: launches.append(1) or update(*args)
-    )
-    for ours, theirs in zip(answers(), expected, strict=True):
-        assert list(ours.token_ids) == list(theirs.token_ids)
-        assert ours.finish_reason == theirs.finish_reason
-        for mine, reference in zip(ours.logprobs or [], theirs.logprobs or [], strict=True):
-            assert mine.keys() == reference.keys()
-            for token, entry in mine.items():
-                assert entry.rank == reference[token].rank
-                assert entry.logprob == pytest.approx(reference[token].logprob, abs=1e-4)
-    assert launches
 
 
 REQUEST = st.fixed_dictionaries(

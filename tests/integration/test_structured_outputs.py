@@ -292,30 +292,3 @@ def test_random_schemas_and_expressions(engine, constraints, max_tokens):
 def test_random_schemas_and_expressions_wide(engine, constraints, max_tokens):
     for constraint, answer in zip(constraints, ask(engine, constraints, max_tokens), strict=True):
         assert_valid(engine, constraint, answer)
-
-
-RECORD = {
-    "type": "object",
-    "properties": {"name": {"enum": ["ada", "bob"]}, "age": {"type": "integer", "maximum": 99}},
-    "required": ["name"],
-    "additionalProperties": False,
-}
-
-
-@pytest.mark.slow
-def test_guidance_for_all(checkpoint):
-    """An expression longer than a canvas, a short one, a choice and a schema, in one batch."""
-    expressions = ("([a-z]{5} ){6}[0-9]{3}", "[0-9]{3}-[a-f]{4}")
-    constraints = [
-        *({"regex": expression} for expression in expressions),
-        {"choice": ["blue", "dark red"]},
-        {"json": RECORD},
-    ]
-    with TracedEngine(checkpoint, structured_outputs_config={"backend": "guidance"}) as engine:
-        long, short, choice, record = ask(engine, constraints, max_tokens=64)
-    for expression, answer in zip(expressions, (long, short), strict=True):
-        assert answer.finish_reason == "stop"
-        assert re.fullmatch(expression, answer.text), answer.text
-    assert (choice.text, choice.finish_reason) in (("blue", "stop"), ("dark red", "stop"))
-    if record.finish_reason == "stop":
-        assert json.loads(record.text)["name"] in ("ada", "bob")

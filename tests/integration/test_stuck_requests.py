@@ -169,18 +169,6 @@ def test_bad_words_keep_to_allowed_ids(engine):
     assert "ab" not in text
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 33])
-def test_narrow_last_canvas(engine, max_tokens):
-    """One or two positions are held to a grammar as others are."""
-    params = constrained(engine, {"regex": "[a-z]{40}"}, max_tokens=max_tokens)
-    add(engine, "narrow", params)
-    narrow = drain(engine)[0]["narrow"]
-    assert (narrow.finish_reason, narrow.stop_reason) == ("length", None)
-    assert len(narrow.token_ids) == max_tokens
-    assert narrow.text.isalpha()
-    assert narrow.text.islower()
-
-
 @pytest.mark.parametrize(
     ("constraint", "stop"), [({"choice": ["one"]}, "n"), ({"regex": "a{5}"}, "a")]
 )

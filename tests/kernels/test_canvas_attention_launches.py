@@ -145,41 +145,6 @@ def test_canvas_attention_short_replay_of_a_long_graph(max_examples):
     every_case()
 
 
-# Multiprocessors; programs that one runs at once; programs of a canvas; keys; bytes of a partial:
-# of full and sliding layers of the 26B shape on an H100 and an A100.
-GPUS = {
-    "full, H100": (132, 1, 64, None, 128 * 258 * 4),
-    "sliding, H100": (132, 1, 32, 1279, 128 * 258 * 4),
-    "full, A100": (108, 1, 64, None, 64 * 514 * 4),
-    "sliding, A100": (108, 2, 64, 1279, 64 * 258 * 4),
-}
-
-
-@pytest.mark.parametrize(
-    ("gpu", "counts"),
-    [
-        ("full, H100", {1: 2, 2: 1, 3: 2, 4: 1, 5: 1, 8: 1, 32: 1}),
-        ("sliding, H100", {1: 4, 2: 2, 3: 1, 4: 1, 5: 1, 8: 1, 32: 1}),
-        ("full, A100", {1: 5, 2: 5, 3: 1, 4: 1, 5: 1, 8: 1, 32: 1}),
-        ("sliding, A100", {1: 3, 2: 1, 3: 1, 4: 1, 5: 1, 8: 1, 32: 1}),
-    ],
-)
-def test_splits(gpu, counts):
-    """One or two canvases fill a GPU with splits of their keys, and from four on there are none."""
-    from attention_kernels.canvas_attention.splits import LONG_KEYS, SCRATCH_BYTES, splits
-
-    multiprocessors, at_once, programs, keys, partial_bytes = GPUS[gpu]
-    at_once *= multiprocessors
-    for canvases, expected_splits in counts.items():
-        whole = canvases * programs
-        found = splits(whole, at_once, keys or LONG_KEYS, partial_bytes, 8)
-        assert found == expected_splits, f"{canvases} canvases"
-        assert found == 1 or whole * found * partial_bytes <= SCRATCH_BYTES
-        # No fewer programs than without, and with splits most of a GPU has one.
-        assert found == 1 or whole * found >= 0.85 * at_once
-        assert splits(whole, at_once, keys or LONG_KEYS, partial_bytes, 1) == 1
-
-
 @pytest.mark.parametrize(
     ("canvases", "context", "window", "grid"),
     [

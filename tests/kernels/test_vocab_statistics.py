@@ -237,36 +237,6 @@ def test_noise_that_cannot_decide_is_not_made(max_examples):
     every_case()
 
 
-def test_blocks_without_noise():
-    """Of a peaked row one block needs random words, wherever the peak is, of a flat one all.
-
-    And few of those need noise: the higher the best score so far, the fewer words can beat it.
-    """
-    logits = torch.zeros(3, 8192)
-    logits[1, 5000], logits[2, 10] = 40.0, 40.0
-    draws = make_draws(3, torch.Generator().manual_seed(0))._replace(
-        temperature=torch.ones(3), request_temperature=torch.ones(3)
-    )
-    drawn, made = [], []
-    load_uniform, gumbel = triton_update.load_uniform, triton_update.gumbel
-
-    def counting(draws, row, *args, **kwargs):
-        drawn.append(int(row.handle.data.item()))
-        return load_uniform(draws, row, *args, **kwargs)
-
-    def counting_noise(v):
-        made.append(drawn[-1])
-        return gumbel(v)
-
-    with mock.patch.multiple(triton_update, load_uniform=counting, gumbel=counting_noise):
-        stream(logits, draws, 4096, "triton")
-    # The first tile of row 1 knows nothing of the peak in the second.
-    assert [drawn.count(row) for row in range(3)] == [8, 4 + 1, 1]
-    # Of a flat row's 8 blocks those that hold a new best, and no other that is not close to one.
-    assert made.count(0) <= 5
-    assert made.count(2) == 1
-
-
 @triton.jit
 def bound_kernel(v_ptr, out_ptr):
     at = tl.arange(0, 64)

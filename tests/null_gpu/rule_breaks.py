@@ -6,8 +6,6 @@ for, so that a null GPU which refuses everything fails too.
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,41 +57,9 @@ def keeps_every_rule() -> dict[str, int]:
     return {kind: n for kind, n in found.items() if n}
 
 
-def replays_with_other_inputs() -> list[float]:
-    """What a captured copy wrote in each of two replays, between which its source changed."""
-    x, y = device_tensor(), device_tensor()
-    with capture() as graph:
-        y.copy_(x)
-    found = []
-    for value in (1.0, 2.0):
-        x.copy_(torch.full((N,), value))
-        graph.replay()
-        found.append(y[0].item())
-    return found
-
-
 def waits_for_the_device() -> None:
     with capture():
         torch.cuda.synchronize()
-
-
-def reads_a_value() -> None:
-    x = device_tensor()
-    with capture():
-        x.sum().item()
-
-
-def copies_from_pageable_memory_in_a_capture() -> None:
-    x, host = device_tensor(), torch.ones(N)
-    with capture():
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        ctypes.CDLL("libcudart.so.13").cudaMemcpyAsync(
-            ctypes.c_void_p(x.data_ptr()),
-            ctypes.c_void_p(host.data_ptr()),
-            ctypes.c_size_t(64),
-            1,
-            stream,
-        )
 
 
 def leaves_a_stream_unjoined() -> None:
@@ -104,14 +70,6 @@ def leaves_a_stream_unjoined() -> None:
             x.add_(1)
 
 
-def waits_for_an_event_from_outside() -> None:
-    x, event = device_tensor(), torch.cuda.Event()
-    event.record()
-    with capture():
-        torch.cuda.current_stream().wait_event(event)
-        x.add_(1)
-
-
 def replays_over_freed_memory() -> None:
     x, y = torch.zeros(64 * N, device="cuda"), torch.zeros(64 * N, device="cuda")
     with capture() as graph:
@@ -119,37 +77,3 @@ def replays_over_freed_memory() -> None:
     del x, y
     torch.cuda.empty_cache()
     graph.replay()
-
-
-def launches_a_triton_kernel_of_128_kib_of_shared_memory() -> None:
-    _square(device_tensor(), 256)
-
-
-def launches_a_triton_kernel_on_a_host_tensor() -> None:
-    _square(torch.zeros(N), 32)
-
-
-def _square(x: torch.Tensor, block: int) -> None:
-    from tests.null_gpu.rule_kernels import square
-
-    square[(1,)](x.half(), block, num_warps=8)
-
-
-def takes_more_memory_than_there_is() -> None:
-    held = [torch.empty(1 << 30, dtype=torch.uint8, device="cuda") for _ in range(3)]
-    raise AssertionError(len(held))
-
-
-def counted(name: str) -> dict[str, int]:
-    """What one call asks of the driver, by kind; kinds that it did not ask for left out."""
-    x, pageable = device_tensor(), torch.zeros(N)
-    calls: dict[str, Callable[[], object]] = {
-        "value": lambda: x[0].item(),
-        "pageable": lambda: x.copy_(pageable),
-        "pageable, without waiting": lambda: x.copy_(pageable, non_blocking=True),
-        "index": lambda: x[torch.tensor([1, 2])],
-        "mask": lambda: x[x > 0],
-    }
-    # What is allocated, the first time, is not what a call costs.
-    calls[name]()
-    return {kind: n for kind, n in summary(counts_of(calls[name])).items() if n}

@@ -57,12 +57,6 @@ def computing_gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NullGpu]
         yield running
 
 
-def test_a_replay_computes(tmp_path):
-    """Of its inputs as they are by then."""
-    with NullGpu(tmp_path, imports="torch") as running:
-        assert running.run("tests.null_gpu.operator_cases:replayed").checked() == [12.0, 36.0]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["fused", "asynchronous"])

@@ -9,7 +9,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,13 +84,6 @@ def start_clients(server: Server) -> list[Waiting]:
     return clients
 
 
-def process_named(server: Server, name: str) -> psutil.Process:
-    """The first process of the server whose command line starts with ``name``."""
-    found = [p for p in server.processes() if "".join(p.cmdline()[:1]).startswith(name)]
-    assert found, f"{name} is not among {[p.cmdline()[:1] for p in server.processes()]}"
-    return found[0]
-
-
 def shared_memory_of(processes: list[psutil.Process]) -> set[Path]:
     """Files that other processes could map too."""
     paths = {mapped.path for process in processes for mapped in process.memory_maps()}
@@ -131,23 +123,6 @@ def small_server(tmp_path: Path, *options: str, **variables: str) -> Iterator[Se
         yield server
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("killed", "options"),
-    [("VLLM::EngineCore", ()), ("VLLM::Worker", ("--tensor-parallel-size", "2"))],
-    ids=["the core", "a worker of two"],
-)
-def test_killed_process(killed: str, options: tuple[str, ...], tmp_path: Path) -> None:
-    """Every client is told, and the whole server goes, as it does with any model of vLLM."""
-    with small_server(tmp_path, *options) as server:
-        clients = start_clients(server)
-        with leaves_nothing(server):
-            process_named(server, killed).kill()
-            endings = assert_all_end(clients)
-        # A stream that is cut short by an error event ends as well.
-        assert all(ending in ("end", "500") or "Error" in ending for ending in endings), endings
-
-
 @pytest.mark.parametrize("thread", ["input", pytest.param("output", marks=pytest.mark.slow)])
 def test_thread_of_the_engine_raises(thread: str, tmp_path: Path) -> None:
     """Without it the engine could not be reached, so every client is told and the server goes."""
@@ -173,67 +148,3 @@ def test_terminated(options: tuple[str, ...], tmp_path: Path) -> None:
         with leaves_nothing(server):
             server.process.send_signal(signal.SIGTERM)
             assert_all_end(clients)
-
-
-@pytest.mark.slow
-def test_full_disk(tmp_path: Path) -> None:
-    """No file can be written any more: requests are answered as before, and the server ends."""
-    with small_server(tmp_path) as server:
-        requests = [{"prompt": f"Count from {i}", "max_tokens": 50, "seed": i} for i in range(8)]
-        expected = [_text(server, request) for request in requests]
-        for process in server.processes():
-            # What a full disk does to every write, of its log too.
-            process.rlimit(psutil.RLIMIT_FSIZE, (0, psutil.RLIM_INFINITY))
-        assert [_text(server, request) for request in requests] == expected
-        refused = server.post("/v1/completions", {"prompt": "a", "vllm_xargs": {"diffusion_x": 1}})
-        assert refused.status_code == 400
-        server.wait_until_idle()
-        with leaves_nothing(server):
-            server.process.send_signal(signal.SIGTERM)
-
-
-def _text(server: Server, request: dict[str, Any]) -> str:
-    response = server.post("/v1/completions", request)
-    assert response.status_code == 200, response.text
-    text: str = response.json()["choices"][0]["text"]
-    return text
-
-
-@pytest.mark.slow
-def test_short_of_kv_cache(tmp_path: Path) -> None:
-    """Long requests that push one another out are all answered, as they are alone."""
-    with small_server(tmp_path) as server:
-        requests = [
-            {
-                "prompt": [30 + index] * (150 + 20 * index),
-                "max_tokens": 200,
-                "seed": index,
-                "ignore_eos": True,
-                "vllm_xargs": {"diffusion_max_steps": 2},
-            }
-            for index in range(24)
-        ]
-        with ThreadPoolExecutor(len(requests)) as pool:
-            together = list(pool.map(lambda request: _text(server, request), requests))
-        assert server.metric("vllm:num_preemptions_total") > 0
-        server.wait_until_idle()
-        assert [_text(server, request) for request in requests[::4]] == together[::4]
-
-
-@pytest.mark.slow
-def test_no_more_memory(tmp_path: Path) -> None:
-    """Where the core gets no more memory, clients are answered or told, and nothing hangs."""
-    with small_server(tmp_path) as server:
-        core = process_named(server, "VLLM::EngineCore")
-        core.rlimit(psutil.RLIMIT_AS, (core.memory_info().vms, psutil.RLIM_INFINITY))
-        clients = [start_client(server, index, stream=True) for index in range(12)]
-        processes = server.processes()
-        assert_all_end(clients)
-        if not server.process.poll() and core.is_running() and core.status() != "zombie":
-            core.rlimit(psutil.RLIMIT_AS, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
-            server.wait_until_idle()
-            server.assert_alive()
-        else:
-            server.process.wait(WAIT_SECONDS)
-            _, left = psutil.wait_procs(processes, WAIT_SECONDS)
-            assert not left

@@ -5,7 +5,7 @@ Every answer has ten tokens; a server that drafts has kept seven of eight drafte
 - ``plain``: no draft.
 - ``drafts``, ``worse``, ``drafts-otherwise``: a draft that is kept, that is not kept, that changes answers.
 - ``verifies``, ``verifies-otherwise``: counts as this package's own drafts do; the latter changes answers.
-- ``breaks``: refuses requests after the third. ``dies``, ``never-ready``: never answers.
+- ``breaks``: refuses requests after the third. ``dies``: never answers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import sys
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -96,8 +95,6 @@ def main(behaviour: str, port: str) -> None:
         print("(EngineCore pid=7) RuntimeError: first", flush=True)
         print("ValueError: behind it", flush=True)
         sys.exit(3)
-    if behaviour == "never-ready":
-        time.sleep(600)
     _Handler.behaviour = behaviour
     ThreadingHTTPServer(("127.0.0.1", int(port)), _Handler).serve_forever()
 

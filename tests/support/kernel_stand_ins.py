@@ -36,11 +36,9 @@ def main() -> None:
             with Path(log).open("a") as file:
                 file.write(name + "\n")
         fate = next((fate for part, fate in fates.items() if part in name), "right")
-        if fate == "imports first":
-            time.sleep(3)
         answer({"state": "begins"})
         match fate:
-            case "right" | "imports first":
+            case "right":
                 answer(RIGHT)
             case "wrong":
                 answer(WRONG)

@@ -19,15 +19,11 @@ import threading
 import time
 from collections.abc import Iterator
 from fcntl import ioctl
-from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
-from examples.checkpoints.tiny_tasks import answer_question
 from tests.support.checkpoints import SHIPPED
-from vllm_diffusion.cli.answer import Answer, LiveDisplay
 from vllm_diffusion.cli.main import main
 from vllm_diffusion.startup.shipped import TASKS
 
@@ -161,14 +157,6 @@ def test_greeting(served) -> None:
     assert TASKS in chat(url, "").stderr
 
 
-def test_greeting_is_documented() -> None:
-    """The page on serving has the sentence, and each question in it is one that was trained."""
-    page = Path(__file__).parents[2] / "docs" / "use" / "serving.md"
-    assert TASKS in " ".join(page.read_text(encoding="utf-8").split())
-    questions = re.findall(r'"(.*?)"', TASKS)
-    assert [answer_question(question) for question in questions] == ["15", "pmal"]
-
-
 def test_commands(served) -> None:
     """What they set is in the next request; what cannot be set is said, and nothing is lost."""
     url, handler = served
@@ -288,24 +276,6 @@ def test_terminal(served, columns: int) -> None:
     assert "10.0 tokens a step" in shown
 
 
-def test_canvas_past_its_cap() -> None:
-    """A constraint holds it there, which is said; a thought is drawn before the text."""
-    frame = SimpleNamespace(block=0, step=18, total=16, begins_anew=False, offset=0)
-    frame.tokens, frame.kept = ["<|channel>", "hm ", "yes", "<eos>"], [True, True, False, False]
-    frame.reasoning, frame.text = "hm ", "yes"
-    display = LiveDisplay(io.StringIO())
-    display.frame(frame, Answer())
-    assert str(display._drawing()) == "hm yes\ncanvas 1, step 18, 2 past the cap of 16"
-
-
-def test_dumb_terminal(served) -> None:
-    """No frames, and nothing but text."""
-    url, handler = served
-    shown = terminal(url, 80, [b"Reverse.\n", b"/quit\n"], "dumb")
-    assert "vllm_xargs" not in handler.requests[0]
-    assert "\x1b" not in shown.replace("\x1b[?2004h", "").replace("\x1b[?2004l", "")
-
-
 def test_interrupt(served) -> None:
     """Ctrl-C stops the answer and not the program."""
     url, handler = served
@@ -313,11 +283,3 @@ def test_interrupt(served) -> None:
     shown = terminal(url, 80, [b"Reverse.\n", signal.SIGINT, b"/quit\n"], "xterm")
     assert "Stopped" in shown
     assert "Traceback" not in shown
-
-
-def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    """The help says how to end and how to stop."""
-    with pytest.raises(SystemExit):
-        main(["chat", "--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "Ctrl-C stops an answer" in said

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.support.command_server import command
-from vllm_diffusion.cli import checkpoint, demo, server
+from vllm_diffusion.cli import checkpoint, server
 from vllm_diffusion.cli.main import main
 
 
@@ -89,21 +89,6 @@ def test_checkpoint(
     assert str(tmp_path / "config.json") in captured.err
 
 
-@pytest.mark.parametrize(
-    ("family", "options"), [("sdar", ["--family", "sdar"]), ("diffusion_gemma", [])]
-)
-def test_demo_family(
-    family: str, options: list[str], run_demo, tmp_path: Path, monkeypatch
-) -> None:
-    """The demo serves the checkpoint of the family that was asked for, and asks what it knows."""
-    served = {family: tmp_path}
-    monkeypatch.setattr(checkpoint, "shipped_checkpoint", served.__getitem__)
-    assert set(demo.DEFAULT_PROMPTS) == set(checkpoint.FOLDERS)
-    status, _, err = run_demo("good", *options)
-    assert status == 0
-    assert f"asking: {demo.DEFAULT_PROMPTS[family]}\n" in err
-
-
 def test_demo(run_demo, tmp_path: Path) -> None:
     """The answer alone on standard output, harmless to a terminal; figures on standard error."""
     status, out, err = run_demo("good", "What is 7+8?")
@@ -167,14 +152,6 @@ def test_demo_fails(behaviour: str, said: str, run_demo, tmp_path: Path) -> None
         assert_gone(log.read_text(encoding="utf-8"))
 
 
-def test_demo_disabled(run_demo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The demo never shows stock vLLM's answer as ours."""
-    monkeypatch.setenv("VLLM_DIFFUSION_DISABLE", "1")
-    status, _, err = run_demo("good")
-    assert status == 1
-    assert "unset it" in err
-
-
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 def test_demo_interrupted(kind: signal.Signals, tmp_path: Path) -> None:
     """Ctrl-C and an end from outside stop the server and its child, without a stack trace."""
@@ -198,16 +175,6 @@ def test_demo_interrupted(kind: signal.Signals, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.log"))
 
 
-def test_server_timeout() -> None:
-    """A server that is never ready is given up; its progress is said until then."""
-    said: list[str] = []
-    started = server.Server(command("never-ready"), report=said.append, timeout=3.0)
-    with pytest.raises(server.ServerError, match="not ready after 3 s"), started:
-        pass
-    assert said[-1].endswith("starting the engine's process")
-    assert_gone(started.log_end())
-
-
 @pytest.mark.parametrize("is_impatient", [False, True])
 def test_server_stubborn(is_impatient: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that ignores SIGINT and SIGTERM is killed, with its child; at once by a second Ctrl-C."""
@@ -222,6 +189,7 @@ def test_server_stubborn(is_impatient: bool, monkeypatch: pytest.MonkeyPatch) ->
     assert_gone(log)
 
 
+@pytest.mark.slow
 def test_vllm_command() -> None:
     """What was imported is not looked at for garbage, what is made later is, and the engine is forked."""
     told = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,6 @@ from packaging.requirements import Requirement
 
 from tests.support.kernel_stand_ins import COMMAND
 from vllm_diffusion.cli import doctor, gpu_report
-from vllm_diffusion.cli.console import one_line, table
 from vllm_diffusion.cli.doctor import OK, PROBLEM, WARNING, Fact, safely
 from vllm_diffusion.cli.main import main
 from vllm_diffusion.kernel_choice import process
@@ -80,33 +78,6 @@ def test_accelerator(driver, problem, found, force_cpu, mark, said, monkeypatch)
     *drivers, fact = doctor.accelerator_facts()
     assert (fact.mark, said in fact.value) == (mark, True)
     assert [each.value for each in drivers] == ["535.10, CUDA up to 12.2"] * (driver is DRIVER)
-
-
-def test_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Systems without wheels; a folder that is not there yet is judged by the one that it will be made in."""
-    assert [doctor.system_fact(name, "").mark for name in ("linux", "darwin")] == [OK, PROBLEM]
-    assert doctor.disk_fact("cache", tmp_path / "not" / "yet").mark == OK
-    monkeypatch.setattr(doctor, "_NEEDED_CACHE", 2**62)
-    assert doctor.disk_fact("cache", tmp_path).mark == WARNING
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    assert doctor.disk_fact("cache", tmp_path).mark == PROBLEM
-
-
-def test_console() -> None:
-    """Messages on one line, also pydantic's; cells as they are, however long: no markup, nothing cut."""
-
-    class WrappedError(Exception):
-        def errors(self) -> list[dict[str, str]]:
-            return [{"msg": "Value error, too\n small"}, {"msg": "Value error, too\nlarge"}]
-
-    assert one_line(WrappedError("frame")) == "too small; too large"
-    assert one_line(ValueError()) == "ValueError"
-    rows = [["[bold]a", "1"], ["b" * 300, ":smile: 22", "x"], ["c"]]
-    assert table(rows, indent="  ", figures=True).splitlines() == [
-        f"  {'[bold]a':<300}           1",
-        f"  {'b' * 300}  :smile: 22  x",
-        "  c",
-    ]
 
 
 @pytest.mark.parametrize("mark", [OK, WARNING, PROBLEM])
@@ -212,12 +183,3 @@ def test_the_option_that_is_faster() -> None:
     assert not option(*default, ("a", "cute", 96.0), ("b", "cute", 96.0))
     assert not option(*default, ("a", "cute", 80.0))
     assert not option()
-
-
-def test_no_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "nvidia_driver", lambda: NO_DRIVER)
-    monkeypatch.setattr(machine, "nvidia_problem", lambda: None)
-    assert main(["doctor", "--gpu"]) == 1
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        "doctor --gpu needs a working NVIDIA GPU: this machine has none."
-    )

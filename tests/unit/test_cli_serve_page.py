@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
 import psutil
@@ -106,14 +105,6 @@ def test_served(key: str | None, serve, tmp_path: Path, monkeypatch, capsys) -> 
     assert not list(tmp_path.glob("*.log"))
 
 
-def test_verbose(serve, capfd) -> None:
-    """All lines of the server, each once."""
-    assert serve("--verbose") == 0
-    said = capfd.readouterr().err
-    assert said.count("a line of the server's") == 1
-    assert said.count("the last line") == 1
-
-
 @pytest.mark.parametrize(("behaviour", "status"), [("dies", 3), ("dies later", 4)])
 def test_server_fails(behaviour: str, status: int, serve, tmp_path: Path, capsys) -> None:
     """The end of its log is printed, whenever it ends; the whole log stays."""
@@ -190,15 +181,3 @@ def test_end(kind: signal.Signals, tmp_path: Path) -> None:
     assert "Traceback" not in said
     _, alive = psutil.wait_procs(children, timeout=20)
     assert not alive
-
-
-def test_allowed_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unset, all of them were allowed but those that add paths; set to nothing, none."""
-    groups = {"a": "platform_plugins", "vllm_diffusion": "general_plugins", "b": "endpoint_plugins"}
-    installed = [EntryPoint(name, "a:b", f"vllm.{group}") for name, group in groups.items()]
-    installed.append(EntryPoint("c", "a:b", "console_scripts"))
-    monkeypatch.setattr(serve_page, "entry_points", lambda: EntryPoints(installed))
-    ours = [f"vllm_diffusion{name}" for name in ("", "_cpu", "_metrics", "_page")]
-    assert serve_page.allowed_plugins({}) == ["a", *ours]
-    assert serve_page.allowed_plugins({"VLLM_PLUGINS": ""}) == ours
-    assert serve_page.allowed_plugins({"VLLM_PLUGINS": "b"}) == ["b", *ours]

@@ -86,21 +86,6 @@ def test_nothing_heavy() -> None:
         subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
-def test_taken(tmp_path: Path) -> None:
-    """What is meant is read."""
-    assert values.url("http://a:1/v1/") == "http://a:1"
-    for model in ("gpt2", "a/b-c.d", "s3://bucket/a/b", TARGET):
-        assert values.model(model) == model
-    assert values.layer_ids("9,0,4") == [0, 4, 9]
-    assert values.integer()("3") == 3
-    assert values.number(0, 1)("1e-9") == 1e-9
-    for schema in ('{"type": "object"}', str(tmp_path / "schema")):
-        (tmp_path / "schema").write_text('{"type": "object"}')
-        assert values.schema(schema) == {"type": "object"}
-    assert values.folder(str(tmp_path / "a" / "b")) == tmp_path / "a" / "b"
-    assert values.new_file(str(tmp_path / "a.json")) == tmp_path / "a.json"
-
-
 @pytest.mark.engine
 def test_methods_of_vllm() -> None:
     """vLLM's methods are taken, but for the extraction and a class of one's own, which draft nothing here."""
@@ -109,16 +94,6 @@ def test_methods_of_vllm() -> None:
     known = {*get_args(SpeculativeMethod)} - {"extract_hidden_states", "custom_class"}
     assert [contenders.draft_method(method) for method in known] == [*known]
     assert {*contenders.METHODS} - {contenders.ADAPTIVE} <= known
-
-
-def test_paths_of_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shell leaves the sign in ``--out=~/draft``."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "config.json").touch()
-    assert values.path("~/a") == values.folder("~/a") == values.new_file("~/a") == tmp_path / "a"
-    assert values.draft("~") == tmp_path
-    assert values.model("~") == str(tmp_path)
-    assert values.file("~/config.json") == tmp_path / "config.json"
 
 
 def test_a_schema_too_deep_to_read() -> None:

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 
 from vllm_diffusion import metrics, plugin
-from vllm_diffusion.drafting.draft_check import ARCHITECTURE as DRAFT
-from vllm_diffusion.drafting.draft_fields import NEMO_ARCHITECTURES
 from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaEngineConfig
 from vllm_diffusion.families.registry import FAMILIES
 from vllm_diffusion.hooks import upstream
@@ -72,24 +70,6 @@ def test_classes_that_vllm_brings(tables: pytest.MonkeyPatch) -> None:
     assert brought == {ARCHITECTURE, "SDARForCausalLM"}
 
 
-def test_register_changes_only_our_entries(tables: pytest.MonkeyPatch) -> None:
-    """No other architecture's entry is touched."""
-    from vllm.model_executor.models import ModelRegistry
-    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
-
-    def others() -> tuple[dict[str, Any], dict[str, Any]]:
-        ours = {family.architecture for family in FAMILIES} | {DRAFT}
-        ours |= {prefix + name for prefix in ("", "DFlash") for name in NEMO_ARCHITECTURES}
-        return (
-            {name: value for name, value in MODELS_CONFIG_MAP.items() if name not in ours},
-            {name: value for name, value in ModelRegistry.models.items() if name not in ours},
-        )
-
-    before = others()
-    plugin.register()
-    assert others() == before
-
-
 @pytest.mark.parametrize(
     "path",
     [
@@ -135,16 +115,6 @@ def test_register_says_aloud_where_no_check_could_be_put(
     assert record.levelno == logging.ERROR
     assert "MODELS_CONFIG_MAP" in vllm_log.text
     assert "pip install" in vllm_log.text
-
-
-def test_register_disabled(tables: pytest.MonkeyPatch) -> None:
-    """VLLM_DIFFUSION_DISABLE=1 leaves the tables alone."""
-    from vllm.model_executor.models import config as models_config
-
-    tables.setitem(models_config.MODELS_CONFIG_MAP, ARCHITECTURE, "stock")
-    tables.setenv("VLLM_DIFFUSION_DISABLE", "1")
-    plugin.register()
-    assert models_config.MODELS_CONFIG_MAP[ARCHITECTURE] == "stock"
 
 
 @pytest.mark.parametrize("installed", ["0.32.1", "0.34.0", "0.330.0", "1.33.0", None])

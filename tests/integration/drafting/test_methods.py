@@ -13,7 +13,6 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from tests.support import drafts
 from tests.support.draft_engine import (
-    OPTIONS,
     PROMPTS,
     assert_greedy,
     draft_spec,
@@ -21,12 +20,10 @@ from tests.support.draft_engine import (
     metric,
     observed,
     prompt_of,
-    saved_target,
     serving,
 )
 from tests.support.drafts import TARGETS, WINDOW
 from tests.support.engine import TracedEngine
-from tests.support.generate import run_engine
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -147,109 +144,3 @@ def test_window(models: Any, tmp_path: Path) -> None:
             reference = drafts.random_draft(dflash_config=options)
             expected = drafts.block_rows(reference, embedding[ids.long()], known)
         torch.testing.assert_close(hidden[1:], expected[1:], atol=1e-3, rtol=1e-3)
-
-
-def test_stock_is_untouched(tmp_path: Path) -> None:
-    """The same seeded and greedy answers with and without our models registered."""
-    requests = [
-        {"prompt": prompt_of(40, seed=3), "params": params | {"max_tokens": 24, "ignore_eos": True}}
-        for params in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 5})
-    ]
-    job = {
-        "engine": OPTIONS
-        | {
-            "model": str(saved_target(tmp_path)),
-            "speculative_config": draft_spec(tmp_path) | {"draft_sample_method": "probabilistic"},
-            "kv_cache_memory_bytes": 64 * 1024**2,
-            "enforce_eager": True,
-        },
-        "batches": [[request] for request in requests],
-    }
-    with_ours = run_engine(job)
-    alone = run_engine(job, VLLM_PLUGINS="vllm_diffusion_cpu")
-    assert with_ours["batches"] == alone["batches"]
-
-
-def test_law(tmp_path: Path) -> None:
-    """Chi-square of what vLLM's verifier says with our drafts at temperature 1: the target's law.
-
-    Two tokens behind the first, which is the prompt's own, of 3,000 seeded requests. The target says
-    the mask token too, which is never proposed.
-    """
-    from vllm import SamplingParams
-
-    vocab, total = 12, 3000
-    small = {"vocab_size": vocab}
-    model = drafts.target_model("qwen3", **small)
-    with torch.no_grad():
-        # Flat enough that drafts are accepted and rejected often.
-        model.lm_head.weight.mul_(0.1)
-    model.save_pretrained(tmp_path / "target-qwen3")
-    dflash = {"mask_token_id": vocab - 1, "target_layer_ids": [0, 1]}
-    drafts.save_draft(tmp_path / "draft", **small, dflash_config=dflash)
-    prompt = prompt_of(12, seed=9, vocab_size=vocab)
-    params = {"temperature": 1.0, "max_tokens": 3, "ignore_eos": True, "detokenize": False}
-    many = {"max_num_seqs": 64, "max_num_batched_tokens": 1024}
-    with serving(tmp_path, draft_spec(tmp_path), {"steps": 3}, **many) as engine:
-        outputs = engine.llm.generate(
-            [{"prompt_token_ids": prompt}] * total,
-            [SamplingParams(seed=seed, **params) for seed in range(total)],
-            use_tqdm=False,
-        )
-        accepted, drafted = metric(engine, "num_accepted_tokens"), metric(engine, "num_drafts")
-    # Neither every draft nor none: both sides of the test are tried.
-    assert 0.05 * drafted < accepted < 2 * drafted
-
-    pairs = [[*prompt, first, second] for first in range(vocab) for second in range(vocab)]
-    with torch.no_grad():
-        law = model(torch.tensor(pairs)).logits.double().softmax(-1)
-    begin = len(prompt) - 1
-    # [first, second, third]
-    joint = (
-        law[0, begin][:, None, None]
-        * law[::vocab, begin + 1][:, :, None]
-        * law[:, begin + 2].view(vocab, vocab, vocab)
-    )
-    expected = total * joint.sum(0).flatten()
-    said = torch.zeros(vocab, vocab, dtype=torch.float64)
-    for output in outputs:
-        _, second, third = output.outputs[0].token_ids
-        said[second, third] += 1
-    # What is expected seldom is one cell.
-    often = expected >= 8
-    expected = torch.cat([expected[often], expected[~often].sum()[None]])
-    found = torch.cat([said.flatten()[often], said.flatten()[~often].sum()[None]])
-    statistic = float(((found - expected) ** 2 / expected).sum())
-    degrees = len(expected) - 1
-    assert degrees >= 20
-    # Wilson and Hilferty's 99.99 % quantile.
-    bound = degrees * (1 - 2 / (9 * degrees) + 3.72 * (2 / (9 * degrees)) ** 0.5) ** 3
-    assert statistic < bound, (statistic, degrees)
-    print(f"{statistic:.1f} of {degrees}, {accepted} of {drafted}")
-
-
-@pytest.mark.parametrize("sampled", [False, True], ids=["one-hot", "sampled"])
-@pytest.mark.parametrize("verification", ["standard", "block"])
-def test_interpreted_verification(
-    verification: str, sampled: bool, models: Any, tmp_path: Path
-) -> None:
-    """Kernels of vLLM's that are interpreted serve too: greedy requests and sampled ones, side by side."""
-    from vllm import SamplingParams
-
-    spec = draft_spec(tmp_path) | {
-        "draft_sample_method": "probabilistic" if sampled else "greedy",
-        "rejection_sample_method": verification,
-    }
-    with serving(tmp_path, spec, {"steps": 3}) as engine:
-        assert_greedy(engine, models["qwen3"], PROMPTS[:1])
-        prompts = [{"prompt_token_ids": prompt_of(12, seed=seed)} for seed in range(2)]
-        params = [
-            SamplingParams(temperature=1.0, seed=seed, max_tokens=6, ignore_eos=True)
-            for seed in range(2)
-        ]
-        said = [
-            [output.outputs[0].token_ids for output in engine.llm.generate(prompts, params)]
-            for _ in range(2)
-        ]
-    assert [len(tokens) for tokens in said[0]] == [6, 6]
-    assert said[0] == said[1]

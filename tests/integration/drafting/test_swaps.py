@@ -221,17 +221,3 @@ def test_in_flight(is_async: bool, architecture: str, models: Any, tmp_path: Pat
         swapped = counted(engine)
     with start(tmp_path, tmp_path / "2", settings, async_scheduling=is_async) as engine:
         assert counted(engine) == swapped
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_adaptive_drafts_forget(folder: Path) -> None:
-    """What was learnt of the old draft is not held against the new one."""
-    with start(folder, folder / "1", {"adaptive": True}) as engine:
-        generate(engine, PROMPTS)
-        draft = engine.scheduler.draft
-        fresh = type(draft.acceptance)(NUM_DRAFTS).tokens([])
-        assert draft.acceptance.tokens([]) != fresh
-        update(engine, path=str(folder / "2"))
-        assert draft.acceptance.tokens([]) == fresh
-        assert draft.choose(["one"], 10) == NUM_DRAFTS

@@ -10,14 +10,13 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from attention_kernels.canvas_attention import (
     AttentionOptions,
     PagedCache,
     Sequences,
     canvas_attention,
-    plan_canvas_attention,
 )
 from tests.support.vllm_configs import replan, vllm_config
 from vllm_diffusion.attention.backend import CanvasAttentionBackend, CanvasAttentionImpl
@@ -29,11 +28,9 @@ from vllm_diffusion.attention.cache_writes import (
 from vllm_diffusion.attention.metadata import (
     CanvasAttentionMetadata,
     CanvasAttentionMetadataBuilder,
-    bind_canvas,
 )
 from vllm_diffusion.startup.attention import choose_attention, register_attention
 from vllm_diffusion.startup.kernel_choices import KernelChoices
-from vllm_diffusion.startup.plugin_settings import PluginSettings
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 8
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 4, 2, 32
@@ -230,20 +227,6 @@ def choose(backend=None, attention="auto"):
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_another_plugin_s_slot():
-    """A back end that another plugin registered under CUSTOM stays there, and is refused by its name."""
-    assert choose() == "CUSTOM"
-    ours = AttentionBackendEnum.CUSTOM.get_path()
-    register_backend(AttentionBackendEnum.CUSTOM, "another.plugin.Backend")
-    try:
-        with pytest.raises(ValueError, match=r"another\.plugin\.Backend.*leave that plugin out"):
-            choose()
-    finally:
-        register_backend(AttentionBackendEnum.CUSTOM, ours)
-    assert choose() == "CUSTOM"
-
-
-@pytest.mark.usefixtures("on_a_gpu")
 def test_ours_is_the_default_on_a_gpu_and_stock_s_can_be_chosen(vllm_log):
     assert choose() == "CUSTOM"
     assert AttentionBackendEnum.CUSTOM.get_class() is CanvasAttentionBackend
@@ -261,11 +244,6 @@ def test_what_contradicts_itself_or_cannot_serve_a_canvas_is_refused():
         choose("FLASH_ATTN", attention="triton")
     with pytest.raises(ValueError, match="FLASHINFER cannot serve.*CUSTOM or TRITON_ATTN or FLASH"):
         choose("FLASHINFER")
-
-
-def test_an_unknown_implementation_is_refused():
-    with pytest.raises(ValueError, match="attention='fast' is not known; set it to \"auto\" or"):
-        PluginSettings(attention="fast")
 
 
 @pytest.fixture
@@ -369,42 +347,6 @@ def one_request(row_spans=None, rows=4, causal=0):
         num_tokens=rows,
         window_anchor="canvas",
     )
-
-
-@pytest.mark.parametrize("attention", ["reference", "triton"])
-def test_layers_of_a_kind_share_what_was_checked_once_a_step(attention):
-    """Each with its own cache and output; the next step, and what it is bound to, checks anew."""
-    torch.manual_seed(0)
-    impls = [make_impl(attention=attention) for _ in range(3)]
-    other_kind = make_impl(attention=attention)
-    other_kind.kind = (*other_kind.kind, "another")
-    caches = [torch.randn(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE) for _ in range(3)]
-    query = torch.randn(6, NUM_HEADS, HEAD_SIZE)
-    step = one_request()
-    plan = "vllm_diffusion.attention.backend.plan_canvas_attention"
-    with mock.patch(plan, side_effect=plan_canvas_attention) as checked:
-        for impl, cache in zip(impls, caches, strict=True):
-            # Two rows of padding.
-            out = torch.full((6, NUM_HEADS * HEAD_SIZE), 7.0)
-            impl.forward(None, query, query, query, cache, step, out)
-            keys, values = split_kv_cache(cache)
-            expected = canvas_attention(
-                query[:4],
-                PagedCache(keys, values),
-                step.sequences,
-                AttentionOptions(0.25),
-                impl=attention,
-            )
-            assert torch.equal(out[:4].view_as(expected), expected)
-            assert (out[4:] == 7.0).all()
-        assert checked.call_count == 1
-        other_kind.forward(None, query, query, query, caches[0], step, torch.empty_like(query))
-        assert checked.call_count == 2
-        bound = bind_canvas({"layer": step}, step.sequences.causal_rows, None, "canvas")["layer"]
-        assert not bound.plans
-        impls[0].forward(None, query, query, query, caches[0], bound, torch.empty_like(query))
-        assert checked.call_count == 3
-        assert list(step.plans) == [impls[0].kind, other_kind.kind]
 
 
 def variant(kernel, args, kwargs):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import records
 import report
 import results
@@ -84,11 +83,3 @@ def test_runs_stand_apart():
             f"### 2026-12-01, NVIDIA H200, driver 580.1, torch 2.14, triton 3.8, vllm 0.33, commit {commit}"
             in table
         )
-
-
-@pytest.mark.parametrize(("state", "figures"), [("done", 2), ("cut", 1), ("failed", 0)])
-def test_what_counts(state, figures):
-    """A row is a measurement; that none of the kernels is wrong takes all of them."""
-    kernels = [{"table": "kernels", "state": "right"}]
-    found = results_of(state=state, attention=[ATTENTION], kernels=kernels)
-    assert answered(report.table([(H200, found)])) == figures

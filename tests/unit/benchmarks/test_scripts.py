@@ -53,6 +53,7 @@ def rows_of(tmp_path, scripts):
     return [records.read(file) for file in data]
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_scripts_of_kernels(tmp_path):
     """Each writes rows, those of checks all right."""

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.engine
+# A process that imports vLLM.
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 # The engine's import of what it quantises with, and the processes that it leaves running.
 CODE = """

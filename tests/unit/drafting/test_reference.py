@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,15 +13,10 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
 from tests.support.drafts import greedy_tokens
-from vllm_diffusion.drafting import reference
 from vllm_diffusion.drafting.reference import (
-    Context,
     ReferenceDraft,
-    context_rows,
     draft_config,
     load_draft,
-    probabilities,
-    propose,
     save_draft,
     spec_generate,
 )
@@ -257,72 +251,6 @@ def test_spec_generate_stops(target) -> None:
     for stop in set(whole):
         found = spec_generate(target, draft, prompt, 40, stop_token_ids=[stop])
         assert found.tokens == whole[: whole.index(stop) + 1]
-
-
-def test_no_trace_of_rejected(target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cropped caches are those of a fresh read, and a block's logits those of a pass without caches."""
-    draft = make_draft(target)
-    tokens = prompt_of(10)[0].tolist()
-    seen = []
-
-    def watched(context, target, anchor, **kwargs):
-        proposals, logits = propose(context, target, anchor, **kwargs)
-        seen.append((context.length, anchor, [kv[0].clone() for kv in context.keys_values], logits))
-        return proposals, logits
-
-    monkeypatch.setattr(reference, "propose", watched)
-    answer = spec_generate(target, draft, torch.tensor([tokens]), 25).tokens
-    assert len(seen) > 5
-    sequence = tokens + answer
-    for length, anchor, keys, logits in seen:
-        assert sequence[length] == anchor
-        out = target(torch.tensor([sequence[:length]]), output_hidden_states=True)
-        fresh = Context(draft)
-        fresh.append(context_rows(out.hidden_states, draft.target_layer_ids)[0])
-        for kept, (expected, _) in zip(keys, fresh.keys_values, strict=True):
-            torch.testing.assert_close(kept, expected, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(logits, propose(fresh, target, anchor)[1], rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("num_draws", [300, pytest.param(600, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("sampled", "steps"), [(False, 1), (True, 3)])
-def test_verified_law(sampled: bool, steps: int, num_draws: int) -> None:
-    """Two tokens of a small target have the target's own law: chi-square, 99.9 %."""
-    sizes = SIZES | {"vocab_size": 4, "num_hidden_layers": 4}
-    target = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=16)).eval()
-    loud(target, 7)
-    config = draft_config(target.config, num_layers=1, block_size=4, mask_token_id=3)
-    draft = ReferenceDraft(config).eval()
-    loud(draft, 8)
-    prompt = torch.tensor([[0, 1, 2]])
-    generator = torch.Generator().manual_seed(5)
-    found = Counter(
-        tuple(
-            spec_generate(
-                target,
-                draft,
-                prompt,
-                3,
-                temperature=1.3,
-                sampled=sampled,
-                steps=steps,
-                generator=generator,
-            ).tokens[1:]
-        )
-        for _ in range(num_draws)
-    )
-    expected: dict[tuple[int, int], float] = {}
-    with torch.no_grad():
-        first = probabilities(target(prompt).logits[0, -1], 1.3)
-        for a in range(4):
-            second = probabilities(target(torch.tensor([[0, 1, 2, a]])).logits[0, -1], 1.3)
-            for b in range(4):
-                third = probabilities(target(torch.tensor([[0, 1, 2, a, b]])).logits[0, -1], 1.3)
-                for c in range(4):
-                    mass = first[a] * second[b] * third[c]
-                    expected[b, c] = expected.get((b, c), 0.0) + float(mass)
-    statistic = sum((found[k] - num_draws * p) ** 2 / (num_draws * p) for k, p in expected.items())
-    assert statistic < 37.7  # 15 degrees of freedom
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ import tiny_qwen3
 import train_tiny_pair
 from tiny_model import build_tokenizer
 from tiny_tasks import FAMILIES
-from tiny_training import tokenize
 
 TARGET, DRAFT = shipped_checkpoint("qwen3"), shipped_draft("qwen3")
 
@@ -60,45 +59,3 @@ def test_accepted(target) -> None:
         for family in FAMILIES:
             kept += train_tiny_pair.accepted(target, draft, tokenizer, family, num_prompts)[0]
         assert is_enough(sum(kept) / len(kept)), sum(kept) / len(kept)
-
-
-def test_answers_are_the_targets(target) -> None:
-    """What the draft learns from is what its target says greedily, with the states of those tokens."""
-    tokenizer = build_tokenizer()
-    stream = train_tiny_pair.answers(target, tokenizer, seed=3)
-    for _ in range(6):
-        sample = next(stream)
-        prompt = sample.token_ids[: sample.answer_start][None]
-        length = len(sample.token_ids)
-        said = target.generate(
-            prompt,
-            max_new_tokens=length - sample.answer_start,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        assert said[0].tolist() == sample.token_ids.tolist()
-        with torch.no_grad():
-            states = target(sample.token_ids[None], output_hidden_states=True).hidden_states
-        for at, layer in enumerate(tiny_qwen3.TARGET_LAYER_IDS):
-            torch.testing.assert_close(
-                sample.hidden_states[:, at], states[layer + 1][0], rtol=1e-4, atol=1e-4
-            )
-
-
-def test_make_batch() -> None:
-    """The answer and the end tokens behind it are learnt, the prompt and the padding are not."""
-    rows = [([5, 6, 7], [8, 9]), ([5], [6])]
-    ids, labels = train_tiny_pair.make_batch(rows)
-    assert ids.shape == (2, 13)
-    assert labels[0].tolist() == [-100] * 3 + [8, 9] + [1] * 8
-    assert labels[1].tolist() == [-100, 6] + [1] * 8 + [-100] * 3
-    assert ids[1].tolist() == [5, 6] + [1] * 8 + [0] * 3
-
-
-def test_tokenize_ends() -> None:
-    """Answers end with the token that ends the target's."""
-    from tiny_tasks import evaluation_set
-
-    example = evaluation_set("count", 1)[0]
-    assert tokenize(build_tokenizer(), example)[1][-1] in tiny_qwen3.SAMPLING["eos_token_id"]

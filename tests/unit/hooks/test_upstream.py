@@ -41,20 +41,6 @@ def test_replacements_are_explained() -> None:
         assert symbol.until.endswith("."), symbol.path
 
 
-def test_kinds_of_use() -> None:
-    """The file holds one example of each way in which vLLM is used, which a scan could overlook."""
-    uses = {symbol.path: symbol.use for symbol in upstream.read_symbols()}
-    assert uses["vllm.engine.arg_utils:EngineArgs.create_model_config"] == "replaced"
-    assert uses["vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample"] == "overridden"
-    assert uses["vllm.lora.utils:_all_lora_classes"] == "replaced"
-    assert uses["vllm.model_executor.models.config:MODELS_CONFIG_MAP"] == "assigned"
-    assert uses["vllm.v1.core.sched.scheduler:Scheduler._free_request"] == "overridden"
-    assert uses["vllm.v1.worker.gpu.buffer_utils:_apply_write_kernel"] == "kernel"
-    assert uses["vllm.model_executor.kernels.linear:_POSSIBLE_FP8_KERNELS"] == "private"
-    assert uses["vllm.config.parallel:ParallelConfig._api_process_count"] == "private"
-    assert uses["vllm.v1.worker.gpu.attn_utils:build_attn_metadata"] == "called"
-
-
 def test_symbols_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's CPU worker is looked at on a CPU platform only."""
     from vllm.platforms import current_platform
@@ -86,14 +72,3 @@ def test_missing_package() -> None:
     assert upstream.signature_of("no_such_package.module:x") == "needs no_such_package"
     symbol = upstream.Symbol("no_such_package.module:x", "called", "(a)", ("plugin.py",))
     assert upstream.moved_symbols([symbol]) == []
-
-
-def test_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A value that follows the environment is the same symbol, whatever it is set to."""
-    settings = [s for s in upstream.read_symbols() if s.path.startswith("vllm.envs:")]
-    assert settings
-    for symbol in settings:
-        name = symbol.path.rpartition(":")[2]
-        # One that each of them takes.
-        monkeypatch.setenv(name, "cpu" if name == "VLLM_TARGET_DEVICE" else "1")
-    assert upstream.moved_symbols(settings) == []

@@ -13,16 +13,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
-from vllm.platforms import current_platform
-from vllm.platforms.interface import DeviceCapability
 
 from tests.support.kernel_stand_ins import COMMAND
-from vllm_diffusion.cli import gpu_report
-from vllm_diffusion.kernel_choice import on_ranks, process, record
+from vllm_diffusion.kernel_choice import process, record
 from vllm_diffusion.kernel_choice.cases import Served, published_26b
 from vllm_diffusion.kernel_choice.self_check import NothingRightError, checked_choices
 from vllm_diffusion.startup.kernel_choices import KernelChoices
@@ -107,12 +103,6 @@ def test_log_of_a_kernel_that(fate: str, tmp_path: Path, lines: list[str]) -> No
     assert "doctor --gpu --report FILE" in warning
 
 
-def test_log_of_a_right_kernel(tmp_path: Path, lines: list[str]) -> None:
-    check(tmp_path)
-    print("\nright:", *lines, sep="\n  ")
-    assert not [line for line in lines if line.startswith("WARNING")]
-
-
 def test_what_an_implementation_refuses(tmp_path: Path, lines: list[str]) -> None:
     """It is no fault: Triton runs those layers, and must be right there."""
     refuses = {"512, full, cute": "refuses"}
@@ -165,30 +155,6 @@ def test_what_is_wrong_is_not_remembered(tmp_path: Path, lines: list[str]) -> No
     assert check(tmp_path) == KernelChoices()
 
 
-def test_doctor_stops_at_a_wrong_gpu(stand_ins: Path) -> None:
-    """All other checks compare with PyTorch on the GPU."""
-    found: list[Any] = []
-    with (
-        mock.patch.dict(os.environ, STAND_INS=json.dumps({"device": "wrong"})),
-        process.CheckProcess("cuda:0", seconds=30.0) as checker,
-    ):
-        (line,) = gpu_report.check_all(served(), checker, found)
-    assert line.startswith("This GPU computes wrongly")
-    assert [case.kernel for case, _ in found] == ["device"]
-
-
-def test_name_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is readable in logs and in the record's file name."""
-    monkeypatch.setattr(current_platform, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(
-        current_platform, "get_device_capability", lambda *_: DeviceCapability(9, 0)
-    )
-    name = on_ranks.gpu_name(0)
-    assert name == "NVIDIA H100 80GB HBM3 (compute capability 9.0)"
-    path = record.Record(Path("cache"), {"gpu": name}).path
-    assert path.name.startswith("self-check-NVIDIA-H100-80GB-HBM3-compute-capability-9-0-")
-
-
 @pytest.mark.parametrize("fate", ["out of memory", "is killed"])
 def test_nothing_is_known(fate: str, tmp_path: Path, lines: list[str], stand_ins: Path) -> None:
     """What is no fault of the kernel leaves it where it is, and is not remembered."""
@@ -196,12 +162,6 @@ def test_nothing_is_known(fate: str, tmp_path: Path, lines: list[str], stand_ins
     assert "nothing is known of 1 kernels" in "".join(lines)
     check(tmp_path)
     assert stand_ins.read_text().count(TRITON_512) == 2, "it was remembered"
-
-
-def test_imports_are_no_fault(tmp_path: Path, lines: list[str]) -> None:
-    """They may take longer than a kernel may."""
-    assert check(tmp_path, {TRITON_512: "imports first"}) == KernelChoices()
-    assert not [line for line in lines if line.startswith("WARNING")]
 
 
 def test_no_process_can_use_the_gpu(tmp_path: Path, lines: list[str]) -> None:

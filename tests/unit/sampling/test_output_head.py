@@ -74,7 +74,3 @@ def test_a_view_with_gaps_is_summed_whole():
 
     for total in on_shards(torch.zeros(8, 1), [4], None, summed):
         assert torch.equal(total, 2 * numbers[:, 1:])
-
-
-# Of each stream, how many of its operations are certainly over.
-Clock = dict[str, int]

@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.outputs import LogprobsTensors
 
-from attention_kernels.testing import make_draws as random_draws
-from attention_kernels.vocab_statistics import RowDraws, api, reference, triton
+from attention_kernels.vocab_statistics import RowDraws, reference
 from tests.support.heads import identity_head, on_shards, output_head
-from tests.support.kernel_checks import Operations, TensorMemory
+from tests.support.kernel_checks import TensorMemory
 from tests.support.row_settings import (
     Case,
     all_filters,
@@ -30,11 +29,10 @@ from tests.support.row_settings import (
     top_logprobs,
 )
 from vllm_diffusion.canvas.pass_rows import rows_of
-from vllm_diffusion.sampling import logprobs, vocabulary_stream
+from vllm_diffusion.sampling import logprobs
 from vllm_diffusion.sampling.kept_rows import CandidateFilters, draw_filtered
 from vllm_diffusion.sampling.logprobs import row_logprobs
 from vllm_diffusion.sampling.vocabulary_stream import RowResults, sample_rows
-from vllm_diffusion.startup.kernel_choices import KernelChoices
 
 
 @pytest.mark.parametrize(
@@ -239,58 +237,3 @@ def test_a_rank_without_ids():
     whole = case.run()
     for result in on_shards(case.weight, [32], 5.0, lambda head: case.run(head, 16)):
         assert_same(result, whole)
-
-
-def test_launches_do_not_grow_with_the_vocabulary(monkeypatch):
-    """With the kernels, rows that are looked at again cost a number of sweeps."""
-    monkeypatch.setattr(api, "_implementation", lambda impl, rows: triton)
-    counts = []
-    for vocab in (256, 1024):
-        case = Case(3, vocab)
-        with Operations() as everything:
-            case.run(tile=256)
-        with Operations() as plain:
-            case.run_plain(tile=256)
-        counts.append(everything.count - plain.count)
-    # Of one tile and of four.
-    assert counts[0] == counts[1]
-
-
-@pytest.mark.parametrize("borders", [[], [64], [100, 164]], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_skipping_the_unlikely_is_bounded(borders, dtype, monkeypatch):
-    """On one to three ranks, each with its own maximum; nothing but soft embeddings changes."""
-    vocab, hidden, n = 300, 16, 90
-    generator = torch.Generator().manual_seed(len(borders))
-    weight = torch.randn(vocab, hidden, generator=generator).to(dtype)
-    # Rows of all kinds: flat, and peaked on some id.
-    rows = weight[torch.randint(0, vocab, (n,), generator=generator)].float()
-    rows = (rows * torch.linspace(0.0, 3.0, n)[:, None]).to(dtype)
-    draws = random_draws(n, generator)._replace(temperature=torch.full((n,), 0.4))
-    skipped = []
-
-    def run(head: Any) -> tuple[RowResults, RowResults]:
-        plain = sample_rows(head, rows, draws, None, 0, vocab, 128)
-        skipping = replace(head, kernels=KernelChoices(skip_unlikely=True))
-        return plain, sample_rows(skipping, rows, draws, None, 0, vocab, 128)
-
-    def counting(
-        product: Any, weights: Any, embedding: Any, occupied: torch.Tensor, *, impl: Any
-    ) -> None:
-        skipped.append((occupied == 0).float().mean())
-        api.add_product(product, weights, embedding, occupied, impl=impl)
-
-    # Not by each rank, which is a thread: one would take another's for what was there before.
-    monkeypatch.setattr(vocabulary_stream, "add_product", counting)
-    logits = (rows.float() @ weight.float().T).to(dtype).double()
-    exact = (logits / 0.4).softmax(-1) @ weight.double()
-    for plain, skips in on_shards(weight, borders, None, run):
-        for name, values in vars(plain).items():
-            if values is not None and name != "soft_embeds":
-                assert torch.equal(values, getattr(skips, name)), name
-        error, unskipped = (
-            (each.soft_embeds.double() - exact).abs().max().item() for each in (skips, plain)
-        )
-        bound = (torch.finfo(dtype).eps / 2 + 1e-6) * weight.abs().max().item()
-        assert error <= unskipped + bound
-    assert 0.1 < torch.stack(skipped).mean() < 0.95

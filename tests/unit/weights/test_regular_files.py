@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from vllm_diffusion.cli.checkpoint import shipped_draft
 from vllm_diffusion.drafting.recording import Recorder, Ring, read_recording
 from vllm_diffusion.weights.regular_files import open_own, why_not_file, why_not_folder
 
@@ -106,20 +104,3 @@ def test_recordings(tmp_path: Path, pipe: Path) -> None:
     assert "engine0-00000001.jsonl is a named pipe" in returns(ring.lock)
     with pytest.raises(OSError, match="is a named pipe"):
         ring.append([b"[]\n"])
-
-
-def test_calibration(tmp_path: Path) -> None:
-    """Samples, drafts and targets that training reads."""
-    from vllm_diffusion.drafting.calibration.calibrate import load_ends
-    from vllm_diffusion.drafting.calibration.samples import sample_files
-    from vllm_diffusion.drafting.reference import load_draft
-
-    folder = tmp_path / "draft"
-    shutil.copytree(shipped_draft(), folder)
-    os.mkfifo(folder / "more.safetensors")
-    for work in (
-        lambda: sample_files(folder),
-        lambda: load_draft(folder),
-        lambda: load_ends(str(folder)),
-    ):
-        assert "more.safetensors, which is a named pipe" in returns(work)

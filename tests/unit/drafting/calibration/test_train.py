@@ -180,17 +180,6 @@ def test_train(target, ends) -> None:
     assert all(torch.equal(t, before[name]) for name, t in target.state_dict().items())
 
 
-def test_train_again(target, ends) -> None:
-    """The same seeds give the same draft."""
-    settings = TrainSettings(steps=3, batch_size=4, anchors=4)
-    trained = []
-    for _ in range(2):
-        trained.append(make_draft(target))
-        train(trained[-1], *ends, samples(target, 12, seed=0), settings)
-    for a, b in zip(*(draft.state_dict().values() for draft in trained), strict=True):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.support import fake_server
-from tests.support.commands import refusal_of, status_of
+from tests.support.commands import status_of
 from vllm_diffusion.cli import checkpoint, server
-from vllm_diffusion.drafting.commands import calibrate, contenders, draft_runs
+from vllm_diffusion.drafting.commands import contenders, draft_runs
 from vllm_diffusion.drafting.recording import read_recording
 
 METHODS = ("drafts", "dies", "breaks", "drafts-otherwise")
@@ -146,30 +139,6 @@ def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         yield start
 
 
-def test_no_baseline(bench: Bench) -> None:
-    """Without figures of no draft the others have theirs, but no ratio."""
-    bench.behaviours["plain"] = "dies"
-    status, out, _ = bench.methods("drafts", *ONCE)
-    assert status == 1
-    assert re.search(r"^  drafts +[\d.]+ +- +- ", out, re.M)
-
-
-def test_one_at_a_time(bench: Bench) -> None:
-    """One server ends before the next one starts; the figures are the same."""
-    status, out, _ = bench.methods("drafts", *ONCE, "--one-at-a-time")
-    assert status == 0
-    assert "1 rounds, one server at a time" in out
-    assert re.search(r"^  drafts +[\d.]+ +[\d.]+ .* 4\.50 +yes$", out, re.M)
-
-
-@pytest.mark.parametrize("option", ["--base-url", "--thinking"])
-def test_gone(option: str, bench: Bench) -> None:
-    """What is gone is refused by name, and not handed to the servers."""
-    said = refusal_of(bench.capsys, "bench-drafts", "a/model", option, "on")
-    assert f"{option} is gone: " in said
-    assert not bench.served
-
-
 def record(num_exchanges: int) -> None:
     """Write a recording in which every prompt came twice."""
     Path("recording").mkdir()
@@ -203,54 +172,6 @@ def test_compare(kinds: tuple[str, str], bench: Bench) -> None:
     assert f"{word}: {new:.2f} tokens a verification, {old:.2f} of the old one." in out
 
 
-@pytest.mark.parametrize(
-    ("num_exchanges", "options", "said"),
-    [
-        (0, (), "holds no exchange"),
-        (1, (), "none of the 2 recorded exchanges is a prompt that is held out"),
-        (200, ("--num-prompts", "0"), "--num-prompts: '0' must be an integer of at least 1"),
-        (200, (), "--draft old: its config.json cannot be read"),
-    ],
-)
-def test_compare_mistakes(
-    num_exchanges: int, options: tuple[str, ...], said: str, bench: Bench, monkeypatch: Any
-) -> None:
-    """One sentence, before anything is started."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    record(num_exchanges)
-    arguments = ["compare", "model", "recording", "--old", "old", "--new", "new", *options]
-    assert said in refusal_of(bench.capsys, "calibrate", *arguments)
-    assert not bench.served
-
-
-def test_interrupted(tmp_path: Path) -> None:
-    """Ctrl-C ends every server, without a stack trace."""
-    (tmp_path / "data.jsonl").write_text('{"prompt": "a"}')
-    servers = [fake_server.command(behaviour) for behaviour in ("plain", "never-ready")]
-    code = (
-        "import sys, tempfile; from vllm_diffusion.cli import main; "
-        "from vllm_diffusion.drafting.commands import draft_runs; "
-        f"tempfile.tempdir = {str(tmp_path)!r}; servers = iter({servers!r}); "
-        "draft_runs.vllm_serve = lambda *_: next(servers); "
-        "sys.exit(main.main(['bench-drafts', 'm', '--data', 'data.jsonl', '--no-one-at-a-time']))"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, cwd=tmp_path
-    )
-    started = psutil.Process(process.pid)
-    deadline = time.monotonic() + 60
-    while len(children := started.children()) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert len(children) == 2
-    os.kill(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert err.rstrip().endswith("Interrupted.")
-    assert "Traceback" not in err
-    _, alive = psutil.wait_procs(children, timeout=5)
-    assert not alive
-
-
 def collected(url: str, *options: str, num_prompts: int) -> int:
     """Ask so many prompts; the exit status."""
     Path("data.jsonl").write_text('{"prompt": "a"}\n' * num_prompts)
@@ -278,28 +199,3 @@ def test_collect(running: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert "16 prompts in a row failed, the last so:" in capsys.readouterr().err
     assert collected("http://127.0.0.1:9", num_prompts=40) == 1
     assert capsys.readouterr().err == "The server cannot be reached at 127.0.0.1:9.\n"
-
-
-def test_collect_is_bounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """No more requests at a time than are allowed, and a line of progress now and then."""
-    monkeypatch.chdir(tmp_path)
-    lock, at_once, most = threading.Lock(), 0, 0
-
-    def answer(*_: object) -> tuple[int, ...]:
-        nonlocal at_once, most
-        with lock:
-            at_once += 1
-            most = max(most, at_once)
-        time.sleep(0.01)
-        with lock:
-            at_once -= 1
-        return (1, 2)
-
-    monkeypatch.setattr(calibrate, "answer", answer)
-    monkeypatch.setattr(calibrate, "first_model", lambda client: "m")
-    monkeypatch.setattr(calibrate, "_REPORT_SECONDS", 0.02)
-    assert collected("http://a", "--concurrency", "4", num_prompts=30) == 0
-    assert most == 4
-    assert re.search(r"^ +0 s  \d+ of 30 prompts, \d+ tokens$", capsys.readouterr().err, re.M)

@@ -104,15 +104,6 @@ def test_a_rule_that_a_model_lacks(ways: Ways) -> None:
     assert re.search(r"^  linear_spec +[\d.]+ +- ", out, re.M)
 
 
-def test_the_shipped_checkpoint(ways: Ways) -> None:
-    """Its tasks, in as many requests at a time as are asked for."""
-    status, _, _ = ways(
-        "--rounds", "1", "--requests", "8", "--num-prompts", "1", "--ways", "autoregressive"
-    )
-    assert status == 0
-    assert len(fake_server.asked("plain")) == 16
-
-
 def test_settings() -> None:
     """Of a way: numbers, words and truths."""
     (_, config) = way("linear_spec,draft_length=8,attention=triton,converge_at_end=true").options

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.commands import refusal_of
 from vllm_diffusion.cli.checkpoint import shipped_draft
-from vllm_diffusion.drafting.commands import contenders, draft_runs, draft_table
+from vllm_diffusion.drafting.commands import contenders, draft_table
 from vllm_diffusion.drafting.commands.draft_runs import Round, refusal
 from vllm_diffusion.drafting.commands.growth import Growth
 
@@ -69,18 +67,6 @@ def test_given_drafts(tmp_path: Path) -> None:
     }
 
 
-def test_draft_without_a_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Refused before anything is started; a block among the fields of DFlash is one."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    said = refusal_of(capsys, "bench-drafts", "a/model", "--data", "tiny-tasks", "--draft", ".")
-    assert "block_size=None in its config.json" in said
-    (tmp_path / "config.json").write_text('{"dflash_config": {"block_size": 6}}')
-    assert '"num_speculative_tokens": 5' in contenders.dflash_options(".")[1]
-
-
 @pytest.mark.parametrize(
     ("log", "reason"),
     [
@@ -100,15 +86,6 @@ def test_draft_without_a_block(
 def test_refusal(log: str, reason: str) -> None:
     """Ours over others', the first of those; nothing of a log without one."""
     assert refusal(log) == reason
-
-
-def test_processor_seconds() -> None:
-    """Processor time grows with work, and a process that has ended counts nothing."""
-    ours, gone = os.getpid(), 2**22 + 1
-    before = draft_runs.processor_seconds([ours])
-    while draft_runs.processor_seconds([ours, gone]) < before + 0.05:
-        sum(range(10_000))
-    assert draft_runs.processor_seconds([gone]) == 0
 
 
 def rounds_of(speeds: list[float]) -> list[Round]:

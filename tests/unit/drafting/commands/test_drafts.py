@@ -40,26 +40,6 @@ def test_one(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert words[5:] == ["--attention-backend", "flash_attn", "--max-num-batched-tokens", "32768"]
 
 
-def test_what_is_inferred(capsys: pytest.CaptureFixture[str]) -> None:
-    """A repository that no source names in full, and a number of drafts that none gives."""
-    assert main(["drafts", "Qwen3-Coder-30B-A3B-Instruct"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith("A3B-Instruct (inferred: listed as Qwen3-Coder-30B-A3B)")
-    assert "inferred below from z-lab's own 16" in lines[2]
-    assert '"num_speculative_tokens": 15' in lines[-1]
-
-
-def test_sources() -> None:
-    """What is said of a draft has its source beside it; where there is none, nothing is said."""
-    for preset in presets():
-        known = [
-            preset.block,
-            preset.options,
-            *(not each.startswith("not known") for each in (preset.causal, preset.window)),
-        ]
-        assert any(known) is bool(preset.sources), preset.draft
-
-
 def test_unknown(capsys: pytest.CaptureFixture[str]) -> None:
     """One line that lists the known targets, and nothing on standard output."""
     said = refusal_of(capsys, "drafts", "Qwen3.5")

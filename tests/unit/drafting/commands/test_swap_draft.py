@@ -54,14 +54,6 @@ def test_swap(
     assert capsys.readouterr().out == "/new\n"
 
 
-@pytest.mark.parametrize("option", ["--roll-back", "--wait", "--verifications"])
-def test_gone(option: str, script: Script, capsys: pytest.CaptureFixture[str]) -> None:
-    """What judged drafts is refused by name, before the server is asked."""
-    assert run("new", option, *(["50"] if option == "--verifications" else [])) == 2
-    assert f"{option} is gone: " in capsys.readouterr().err
-    assert not script.asked
-
-
 @pytest.mark.parametrize(
     ("code", "content", "words"),
     [
@@ -79,8 +71,3 @@ def test_refusals(
     script.answers = [(code, content)]
     assert run("new") == 1
     assert words in capsys.readouterr().err
-
-
-def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("new", url="http://127.0.0.1:9") == 1
-    assert "http://127.0.0.1:9/v1/draft does not answer" in capsys.readouterr().err
