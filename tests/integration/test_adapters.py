@@ -189,6 +189,7 @@ def test_alone_and_in_company(served):
     assert alone[0].outputs[0].token_ids != alone[-1].outputs[0].token_ids
 
 
+@pytest.mark.slow
 def test_more_adapters_than_places(served):
     """Four in turn, where three fit: the one that gave way comes back as it was."""
     prompt = prompt_of(50, seed=12)

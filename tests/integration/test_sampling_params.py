@@ -248,7 +248,7 @@ def check_batch(engine, requests):
 
 
 @settings(
-    max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.lists(REQUEST, min_size=2, max_size=6))
 def test_settings_never_leak_into_another_request(engine, requests):

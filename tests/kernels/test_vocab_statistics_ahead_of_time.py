@@ -101,7 +101,7 @@ def recorded_launches(logits):
 
 
 # Forty kernels each; the attention kernels compile for the others too (``test_ahead_of_time.py``).
-OFTEN = ("sm_90", "sm_100")
+OFTEN = ("sm_90",)
 
 
 @pytest.mark.parametrize(

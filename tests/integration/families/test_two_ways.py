@@ -75,7 +75,10 @@ def way(settings: dict[str, Any], **options: Any) -> dict[str, Any]:
 WAYS = [
     way(AUTOREGRESSIVE),
     way(DRAFTS),
-    way(DRAFTS | {"draft_length": 8, "draft_steps": 2}, async_scheduling=True),
+    pytest.param(
+        way(DRAFTS | {"draft_length": 8, "draft_steps": 2}, async_scheduling=True),
+        marks=pytest.mark.slow,
+    ),
     pytest.param(
         way(DRAFTS | {"draft_length": 32, "draft_steps": 4}, async_scheduling=False),
         marks=pytest.mark.slow,
@@ -180,6 +183,7 @@ def test_refused_fields(engine: TracedEngine, field: str, changes: dict[str, Any
     assert field.startswith("diffusion") or 'rule "autoregressive"' in str(raised.value)
 
 
+@pytest.mark.slow
 def test_same_draws_for_every_draft(checkpoint: Path) -> None:
     """At a temperature a seed gives the same tokens, however many are drafted and in how many steps."""
     prompts = [prompt_of(length, seed=length) for length in LENGTHS]

@@ -16,6 +16,7 @@ from vllm_diffusion.hooks import upstream
 pytestmark = pytest.mark.engine
 
 
+@pytest.mark.slow
 def test_scan(tmp_path: Any) -> None:
     """A scan in a fresh process finds what the committed file holds, no more and no less."""
     path = tmp_path / "signatures.json"

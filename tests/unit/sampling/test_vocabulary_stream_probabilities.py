@@ -100,8 +100,8 @@ def test_min_p_of_one_draws_the_argmax(implementation):
 
 
 FILTERS = [(), ("top_k",), ("top_p",), ("min_p",), ("top_k", "top_p", "min_p")]
-# Of the kernels, which take seconds under the interpreter: none on one rank, and all on three.
-OFTEN = [([], ()), ([12, 60], FILTERS[-1])]
+# Of the kernels, which take seconds under the interpreter: none and one, on one rank.
+OFTEN = [([], ()), ([], ("top_p",))]
 
 
 @pytest.mark.parametrize(
