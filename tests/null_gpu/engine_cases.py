@@ -199,6 +199,14 @@ def verifies(llm: Any) -> bool:
     return spec is not None and spec.layout.verifies
 
 
+def holds_sequences(llm: Any) -> bool:
+    """Whether a canvas of what is served is a whole sequence."""
+    from vllm_diffusion.startup.plan import spec_of
+
+    spec = spec_of(runner_of(llm).vllm_config.model_config)
+    return spec is not None and spec.layout.holds_sequence
+
+
 def kernels_of(config: Any) -> dict[str, Any]:
     """Kinds of the attention layers, as they are and as the self-check takes them; and what serves."""
     from vllm_diffusion.attention.backend import CanvasAttentionImpl
@@ -266,8 +274,10 @@ def steady_pass(llm: Any, kind: str) -> dict[str, int]:
     # Drafts that keep nothing for some passes end their requests.
     kept = "verified" if verifies(llm) else "steady"
     ids = [f"{kept} {kind} {i}" for i in range(3)]
+    # Whole sequences of three requests within the sizes that are captured.
+    max_tokens = 100 if holds_sequences(llm) else 300
     for request_id in ids:
-        params = params_of(kind, max_tokens=300)
+        params = params_of(kind, max_tokens=max_tokens)
         engine.add_request(request_id, {"prompt_token_ids": PROMPT}, params)
     for _ in range(6):
         engine.step()

@@ -206,6 +206,39 @@ def published_shape() -> Iterator[Case]:
             yield _shape(name, weights, capability, gib, **options)
 
 
+# ``config.json`` of GSAI-ML/LLaDA-8B-Instruct, as far as it decides shapes.
+LLADA_8B = {
+    "architectures": ["LLaDAModelLM"],
+    "model_type": "llada",
+    "d_model": 4096,
+    "n_layers": 32,
+    "n_heads": 32,
+    "n_kv_heads": 32,
+    "mlp_hidden_size": 12288,
+    "vocab_size": 126464,
+    "embedding_size": 126464,
+    "max_sequence_length": 4096,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-05,
+    "activation_type": "silu",
+    "weight_tying": False,
+    "mask_token_id": 126336,
+    "eos_token_id": 126081,
+    "torch_dtype": "bfloat16",
+}
+
+
+def whole_sequences() -> Iterator[Case]:
+    """LLaDA-8B's shape with dummy weights, by default."""
+
+    def arguments(folder: Path) -> dict[str, Any]:
+        (folder / "llada").mkdir()
+        (folder / "llada" / "config.json").write_text(json.dumps(LLADA_8B))
+        return {"model": str(folder / "llada"), "options": dict(EAGER_BACKEND)}
+
+    yield Case("LLaDA-8B, bf16, 9.0", f"{ENGINES}:serve_shape", arguments, "9.0", 80)
+
+
 def small_gpus() -> Iterator[Case]:
     """What a GPU of 24 or 32 GiB has room for with the options of its file, and what it is refused."""
     for gpu, (capability, gib, preset) in SMALL_GPUS.items():
@@ -288,6 +321,7 @@ def cases() -> list[Case]:
         drafts,
         features,
         published_shape,
+        whole_sequences,
         small_gpus,
         loads,
     )

@@ -63,17 +63,27 @@ def assert_every_row(found, given):
 
 @pytest.mark.parametrize(
     "family",
-    # In CI one of each layout.
-    [pytest.param(name, marks=() if name in LAYOUTS else pytest.mark.slow) for name in FAMILIES],
+    # In CI an aligned layout and a seeded one.
+    [
+        pytest.param(name, marks=() if name in ("sdar", "nemotron") else pytest.mark.slow)
+        for name in FAMILIES
+    ],
 )
 def test_a_family_starts_captured(null_gpu, tmp_path, family):
     """With a server's defaults, a family is captured and runs prompts of every number of rows."""
     folder, options = checkpoint_of(family, tmp_path)
     options |= TINY
     outcome = null_gpu.run(
-        SERVE, model=str(folder), options=options, kinds=["plain"], every_row=family in LAYOUTS
+        SERVE,
+        model=str(folder),
+        options=options,
+        kinds=["plain"],
+        steady=["plain"] if family == "llada" else [],
+        every_row=family in LAYOUTS,
     )
     found = outcome.checked()
+    if family == "llada":
+        baselines.check(f"a steady pass on the null GPU, {family}", found["steady"])
     if family in LAYOUTS:
         assert_every_row(found["every_row"], LAYOUTS[family])
     # Attention of whole sequences reads how long these are.

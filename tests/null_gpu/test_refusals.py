@@ -19,7 +19,11 @@ pytestmark = pytest.mark.engine
     [
         ({"NULL_GPU_CAPABILITY": "7.5"}, "has compute capability 7.5"),
         # The shipped checkpoint has three million bytes of weights in bfloat16.
-        ({"NULL_GPU_CAPABILITY": "8.6", "NULL_GPU_GIB": "0.002"}, "The weights take 0.0 GiB"),
+        pytest.param(
+            {"NULL_GPU_CAPABILITY": "8.6", "NULL_GPU_GIB": "0.002"},
+            "The weights take 0.0 GiB",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_gpu_that_cannot_serve(tmp_path, device, sentence):
