@@ -2,9 +2,10 @@
 
     VLLM_DIFFUSION_PUBLISHERS=FOLDER pytest tests/publishers -m slow
 
-FOLDER holds checkouts under the names of their repositories: ``LLaDA`` (ML-GSAI/LLaDA at b7e6c35) and ``dllm``
-(ZHZisZZ/dllm at ca17675, which has the modelling files of LLaDA's and Dream's checkpoints). Without one a test is skipped by
-its name. Toy weights go into the publisher's class under the published names; it generates with its own
+FOLDER holds checkouts under the names of their repositories: ``LLaDA`` (ML-GSAI/LLaDA at b7e6c35), ``dllm``
+(ZHZisZZ/dllm at ca17675, which has the modelling files of LLaDA's and Dream's checkpoints), ``SDAR`` (JetAstra/SDAR at
+c2041a8) and ``DualDiffusion`` (Satgoy152/DualDiffusion at 9587d1e, which has those of Fast-dLLM v2's). Without one a test is
+skipped by its name. Toy weights go into the publisher's class under the published names; it generates with its own
 loop, in float32, and the engine's tokens are compared with it, in one batch.
 """
 
@@ -53,3 +54,14 @@ def without_mask(logits: Tensor) -> Tensor:
     logits = logits.clone()
     logits[..., MASK_ID] = -torch.inf
     return logits
+
+
+def default_rope(config: Any, device: Any = None, seq_len: Any = None) -> tuple[Tensor, float]:
+    """Frequencies of a rotary embedding that is not scaled, which transformers 5 has elsewhere."""
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.rope_theta ** -(torch.arange(0, size, 2, dtype=torch.float32) / size), 1.0
+
+
+def keys_and_values(cache: Any, layer: int) -> tuple[Tensor, Tensor]:
+    """What ``DynamicCache.__getitem__`` gave before transformers 5."""
+    return cache.layers[layer].keys, cache.layers[layer].values

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tests.publishers import checkout, modules_of, without_mask
+from tests.publishers import checkout, default_rope, modules_of, without_mask
 from tests.publishers.engine import answers
 from tests.publishers.llada import model_and_loop
 from tests.support.families import model as tiny
@@ -118,12 +117,6 @@ def test_held_back_ends(tmp_path: Path) -> None:
     assert any(end in tokens for tokens in expected)
     assert any(turn_end in tokens for tokens in expected)
     assert answers(toy.save(tmp_path), requests) == expected
-
-
-def default_rope(config: Any, device: Any = None, seq_len: Any = None) -> tuple[Tensor, float]:
-    """Frequencies of a rotary embedding that is not scaled, which transformers 5 has elsewhere."""
-    size = config.hidden_size // config.num_attention_heads
-    return config.rope_theta ** -(torch.arange(0, size, 2, dtype=torch.float32) / size), 1.0
 
 
 def test_dream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,48 +6,53 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
-from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMLP
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 from vllm.lora.request import LoRARequest
 
 from tests.support.adapters import LINEAR, adapt, rename
 from tests.support.engine import TracedEngine
-from tests.support.families.cases import CASES, Wanted, expected
-from tests.support.families.llada2_model import SeparateExperts
+from tests.support.families import dream
+from tests.support.families import model as tiny
+from tests.support.families.cases import CASES, Asked, Case, Wanted, expected
+from tests.support.families.llada2_model import separate_experts
 from tests.support.families.model import LLaDA, prompt_of
+from tests.support.families.run import Run
 from tests.support.generate import tokens_of_batch
 
 pytestmark = pytest.mark.engine
 
+
+class InTime(Wanted):
+    """What is asked of Dream, which has steps for a whole answer and none of the others' settings."""
+
+    def extra_args(self) -> dict[str, Any]:
+        return {"diffusion_max_steps": 12}
+
+
+def _dream(asked: Asked) -> Run:
+    return dream.generate(
+        **asked.common,
+        max_new_tokens=asked.wanted.max_tokens,
+        steps=asked.wanted.extra_args()["diffusion_max_steps"],
+        alg="entropy",
+    )
+
+
+FAMILIES = CASES | {"dream": Case(tiny.dream, _dream)}
 # PEFT's modules of each family's layers, experts among them.
 TARGETS: dict[str, Any] = {
-    **dict.fromkeys(CASES, rf".*\.(self_attn|mlp)\.{LINEAR}"),
+    **dict.fromkeys(FAMILIES, rf".*\.(self_attn|mlp)\.{LINEAR}"),
     **dict.fromkeys(
         ("llada2.0", "llada2.1", "llada2.2"),
         r".*\.(query_key_value|dense|gate_proj|up_proj|down_proj)",
     ),
     "sdar-moe": rf".*\.(self_attn|experts\.\d+)\.{LINEAR}",
+    # One of its layers has no experts.
+    "llada-moe": rf".*\.(self_attn|mlp|experts\.\d+)\.{LINEAR}",
 }
 # What chooses the experts is no module to PEFT, but a parameter.
-ROUTERS = dict.fromkeys(("sdar-moe", "llada2.0", "llada2.1", "llada2.2"), ["mlp.gate.weight"])
-
-
-def separate_experts(body: nn.Module) -> None:
-    """Give PEFT a module for each of SDAR-MoE's experts, in place."""
-    for module in list(body.modules()):
-        if isinstance(module, Qwen3MoeSparseMoeBlock):
-            fused = module.experts
-            module.experts = SeparateExperts(
-                Glm4MoeMLP(body.config, fused.intermediate_dim) for _ in fused.down_proj
-            )
-            for expert, both, down in zip(
-                module.experts, fused.gate_up_proj, fused.down_proj, strict=True
-            ):
-                expert.gate_proj.weight.data, expert.up_proj.weight.data = both.data.chunk(2)
-                expert.down_proj.weight.data = down.data
-            # By the name of the type that transformers knows PEFT would take the experts for one.
-            body.config.model_type = "sdar_moe"
+ROUTERS = dict.fromkeys(
+    ("sdar-moe", "llada-moe", "llada2.0", "llada2.1", "llada2.2"), ["mlp.gate.weight"]
+)
 
 
 class Adapted:
@@ -60,7 +65,7 @@ class Adapted:
     """
 
     def __init__(self, name: str, folder: Path) -> None:
-        self._case = CASES[name]
+        self._case = FAMILIES[name]
         self.checkpoint = self._case.make().save(folder / "checkpoint")
         self.adapters = {i: folder / str(i) for i in (1, 2)}
         self._models = {0: self._case.make()}
@@ -81,7 +86,8 @@ class Adapted:
                 rename(path, lambda module: module.replace("model.", "encoder.", 1))
             if name == "llada":
                 rename(path, LLaDA.published_name)
-        wanted = [Wanted(), Wanted(temperature=1.0, seed=3)]
+        kind = InTime if name == "dream" else Wanted
+        wanted = [kind(), kind(temperature=1.0, seed=3)]
         self.work = [
             (i, prompt_of(n, seed=n), one) for i in self._models for n in (5, 33) for one in wanted
         ]
@@ -104,7 +110,7 @@ class Adapted:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_tokens(name: str, tmp_path: Path) -> None:
     """Two adapters and the model without one, in one batch, greedy and drawn."""
     adapted = Adapted(name, tmp_path)

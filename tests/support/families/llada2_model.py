@@ -21,6 +21,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import (
     Glm4MoeRotaryEmbedding,
     apply_rotary_pos_emb,
 )
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from tests.support.families.model import END_IDS, Maker
 
@@ -102,6 +103,23 @@ class SeparateExperts(nn.ModuleList):
             rows, place = (chosen == i).nonzero(as_tuple=True)
             routed[rows] += weights[rows, place, None] * expert(x[rows])
         return routed
+
+
+def separate_experts(body: nn.Module) -> None:
+    """Make a module of each expert of a Qwen3-MoE, in place, as PEFT and compressed-tensors know them."""
+    for module in list(body.modules()):
+        if isinstance(module, Qwen3MoeSparseMoeBlock):
+            fused = module.experts
+            module.experts = SeparateExperts(
+                Glm4MoeMLP(body.config, fused.intermediate_dim) for _ in fused.down_proj
+            )
+            for expert, both, down in zip(
+                module.experts, fused.gate_up_proj, fused.down_proj, strict=True
+            ):
+                expert.gate_proj.weight.data, expert.up_proj.weight.data = both.data.chunk(2)
+                expert.down_proj.weight.data = down.data
+            # By the name of the type that transformers knows PEFT would take the experts for one.
+            body.config.model_type = "sdar_moe"
 
 
 class Experts(nn.Module):
