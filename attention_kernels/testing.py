@@ -173,7 +173,7 @@ def make_adjustments(rows: int, vocab_size: int, generator: torch.Generator) -> 
     def index(high: int) -> Tensor:
         return torch.randint(-1, high, (rows,), generator=generator, dtype=torch.int32)
 
-    def words(tables: int) -> Tensor:
+    def bit_masks(tables: int) -> Tensor:
         size = (tables, -(-vocab_size // 32))
         return torch.randint(-(2**31), 2**31, size, generator=generator).to(torch.int32)
 
@@ -188,7 +188,7 @@ def make_adjustments(rows: int, vocab_size: int, generator: torch.Generator) -> 
         ids = sorted({*ids, possible})
         row[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
     listed_offsets[listed_ids == possible] = 0.0
-    masks = words(2)
+    masks = bit_masks(2)
     masks[:, possible >> 5] |= torch.tensor(1 << (possible & 31)).to(torch.int32)
     counts = torch.randint(0, 3, (3, vocab_size), generator=generator, dtype=torch.int32)
     pin = torch.randint(0, vocab_size, (rows,), generator=generator, dtype=torch.int32)
@@ -201,7 +201,7 @@ def make_adjustments(rows: int, vocab_size: int, generator: torch.Generator) -> 
         repetition=torch.rand(3, generator=generator) + 0.5,
         frequency=torch.randn(3, generator=generator),
         presence=torch.randn(3, generator=generator),
-        prompt_mask=words(3),
+        prompt_mask=bit_masks(3),
         output_counts=counts,
         mask_idx=index(2),
         masks=masks,

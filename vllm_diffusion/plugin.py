@@ -117,13 +117,13 @@ def _register_config(path: str) -> None:
 
 def _by_model_type() -> dict[str, tuple[str, ...]]:
     """Return the served architectures for each ``model_type`` whose configuration is ours."""
-    found: dict[str, tuple[str, ...]] = {}
+    architectures: dict[str, tuple[str, ...]] = {}
     for family in FAMILIES:
         if family.config is not None:
             served = (family.architecture,) if family in FAMILIES else ()
             model_type = imported(family.config).model_type
-            found[model_type] = found.get(model_type, ()) + served
-    return found
+            architectures[model_type] = architectures.get(model_type, ()) + served
+    return architectures
 
 
 def imported(path: str) -> Any:

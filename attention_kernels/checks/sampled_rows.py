@@ -218,8 +218,8 @@ def check_kept_rows(shape: RowsShape, impl: Impl, device: torch.device) -> Check
         assert off <= 1e-3, f"weights by_mass={by_mass}: off by {off:.1e}"
     wanted = torch.full_like(maximum, 5, dtype=torch.int64)
     # Below its own maximum: another kernel's may differ in a bit, and leave an id out.
-    found = _as_float(_largest_key(rows, divisor, ours, wanted, impl))
-    torch.testing.assert_close(found, expected.topk(5).values[:, 4], rtol=1e-5, atol=1e-4)
+    fifth_largest = _as_float(_largest_key(rows, divisor, ours, wanted, impl))
+    torch.testing.assert_close(fifth_largest, expected.topk(5).values[:, 4], rtol=1e-5, atol=1e-4)
     keys = torch.full_like(wanted, LEAST_KEY)
     drawn, plain_drawn = (
         draw(rows, divisor, maximum, keys, draws, impl=which) for which in (impl, "reference")

@@ -267,7 +267,7 @@ def _check(rows: RowLogits, num_rows: int) -> None:
 
 def _check_occupied(occupied: Tensor, weights: Tensor | None) -> None:
     if weights is None:
-        raise ValueError("occupied says something of weights; give these too.")
+        raise ValueError("occupied describes weights; give these too.")
     shape = [weights.shape[0], -(-weights.shape[1] // CHUNK)]
     if list(occupied.shape) != shape or occupied.dtype != torch.uint8:
         raise ValueError(

@@ -114,8 +114,8 @@ class LogitAdjustments(NamedTuple):
         return torch.where(row >= 0, penalised, logits)
 
 
-def _bits(words: Tensor, row: Tensor, ids: Tensor) -> Tensor:
-    return (words[row, ids >> 5] >> (ids & 31)) & 1 == 1
+def _bits(bit_masks: Tensor, row: Tensor, ids: Tensor) -> Tensor:
+    return (bit_masks[row, ids >> 5] >> (ids & 31)) & 1 == 1
 
 
 class RowLogits(NamedTuple):

@@ -235,7 +235,7 @@ def test_canvas_in_view(width: int, height: int, stub: Stub, new_page: Callable[
     assert page.evaluate("scrollY") == scrolled
 
 
-def test_fold_behind_the_end(stub: Stub, new_page: Callable[..., Page]) -> None:
+def test_fold_after_the_end(stub: Stub, new_page: Callable[..., Page]) -> None:
     """What stands behind the first end token is one button, which shows it."""
     page = new_page(stub.url)
     connect(page, page_stub.KEY)
@@ -255,10 +255,10 @@ def test_fold_behind_the_end(stub: Stub, new_page: Callable[..., Page]) -> None:
     expect(positions).to_have_count(page_stub.CANVAS_LENGTH)
     positions.last.focus()
     page.get_by_role("slider", name="Step").fill(str(page_stub.STEPS))
-    expect(fold).to_have_text("Hide 29 behind the end")
+    expect(fold).to_have_text("Hide 29 after the end")
     fold.click()
     expect(positions).to_have_count(3)
-    expect(fold).to_have_text("+29 behind the end")
+    expect(fold).to_have_text("+29 after the end")
     # In the first step of the first canvas noise stands before the first end token.
     page.get_by_role("slider", name="Step").fill("0")
     expect(positions.nth(9)).to_have_text("noise␣")
@@ -302,7 +302,7 @@ def test_empty_answers(stub: Stub, new_page: Callable[..., Page]) -> None:
         ("be cut", "it was cut at its longest, 1 token"),
         ("be stuck", "the grammar allows no token"),
         ("repeat", "its tokens repeated themselves"),
-        ("think", "the model ended it behind its thought"),
+        ("think", "the model ended it after its thought"),
     ):
         ask(page, prompt)
         expect(page.get_by_role("log").locator("p").last).to_have_text(f"No text: {why}.")

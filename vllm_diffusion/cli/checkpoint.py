@@ -211,7 +211,7 @@ def shipped_server(
     except ServerError as error:
         say(server.log_end())
         raise CommandError(
-            f"{error} `vllm-diffusion doctor` says what this machine lacks."
+            f"{error} `vllm-diffusion doctor` lists what this machine lacks."
         ) from None
     except AnswerError as error:
         raise CommandError(f"{error} The server's log: {server.log_path}") from None

@@ -130,8 +130,8 @@ def metrics_after(url: str, num_answered: float, seconds: float) -> list[Sample]
 
 def totals(samples: Iterable[Sample], label: str | None = None) -> dict[str, float]:
     """Sum samples by name, or by a label that all of them have."""
-    found: dict[str, float] = {}
+    sums: dict[str, float] = {}
     for sample in samples:
         key = sample.name if label is None else sample.labels[label]
-        found[key] = found.get(key, 0.0) + sample.value
-    return found
+        sums[key] = sums.get(key, 0.0) + sample.value
+    return sums

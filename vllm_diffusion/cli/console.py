@@ -70,7 +70,7 @@ def table(rows: Iterable[Sequence[str]], *, indent: str = "", figures: bool = Fa
 
 def one_line(error: Exception) -> str:
     """Return an error's message on one line, without the frame that pydantic puts around it."""
-    found = str(error)
+    message = str(error)
     if callable(errors := getattr(error, "errors", None)):
-        found = "; ".join(str(each["msg"]).removeprefix("Value error, ") for each in errors())
-    return " ".join(found.split()) or type(error).__name__
+        message = "; ".join(str(each["msg"]).removeprefix("Value error, ") for each in errors())
+    return " ".join(message.split()) or type(error).__name__

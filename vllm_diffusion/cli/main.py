@@ -42,10 +42,10 @@ def main(argv: list[str] | None = None) -> int:
     """
     compile_once()
     parser = build_parser()
-    words = sys.argv[1:] if argv is None else argv
-    if words and (instead := _GONE.get(words[0])):
-        parser.error(f"argument COMMAND: {words[0]} is gone: {instead}")
-    arguments, rest = parser.parse_known_args(words)
+    command_line = sys.argv[1:] if argv is None else argv
+    if command_line and (instead := _GONE.get(command_line[0])):
+        parser.error(f"argument COMMAND: {command_line[0]} is gone: {instead}")
+    arguments, rest = parser.parse_known_args(command_line)
     if "vllm_options" in arguments and (not rest or rest[0].startswith("-")):
         # A command that starts an engine hands on what it does not know.
         arguments.vllm_options = rest

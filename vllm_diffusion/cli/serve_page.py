@@ -41,9 +41,9 @@ def add_parser(subcommands: Subcommands) -> None:
         "serve-page",
         help="run `vllm serve` with a page that shows canvases live",
         description="Run `vllm serve` with the page of the live canvas, on this machine only unless "
-        "--host says otherwise. Sets VLLM_PLUGINS, without which vLLM loads no page, and says so. The "
+        "--host is set. Sets VLLM_PLUGINS, without which vLLM loads no page, and prints that it does. The "
         "page asks for the key of VLLM_API_KEY or --api-key. A model in a folder is served under the "
-        "folder's name, the shipped checkpoint as tiny, unless --served-model-name says otherwise. Ctrl-C ends the server.",
+        "folder's name, the shipped checkpoint as tiny, unless --served-model-name is set. Ctrl-C ends the server.",
         usage="%(prog)s [-h] [--open] [--verbose] [MODEL] [OPTION ...]",
         epilog="All other options are those of `vllm serve`, and are handed on.",
         # vLLM's options stand anywhere among ours, with values that only vLLM's parser knows.
@@ -194,8 +194,8 @@ def check_free(host: str, port: int) -> None:
         UsageError: If it is no address of this machine, or another program has it.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = addresses[0]
         with socket.socket(family, kind, protocol) as probe:
             # As vLLM's own: an address whose connections have just ended is free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

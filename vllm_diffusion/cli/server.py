@@ -190,7 +190,7 @@ class Server:
                     process.wait(patience + self._shutdown_seconds)
                     break
         finally:
-            # What it left behind, or all of it if somebody is too impatient for the above.
+            # What it has left, or all of it if somebody is too impatient for the above.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()

@@ -115,10 +115,10 @@ def folder_with(*names: str) -> Callable[[str], Path]:
     """Make a reader of folders that hold one of some files."""
 
     def read(value: str) -> Path:
-        found = path(value)
-        if not any(os.path.isfile(found / name) for name in names):
+        folder_path = path(value)
+        if not any(os.path.isfile(folder_path / name) for name in names):
             raise Refusal(f"{value!r} must be a folder with {' or '.join(names)}.")
-        return found
+        return folder_path
 
     return read
 
@@ -129,28 +129,30 @@ samples, draft = folder_with("extraction.json"), folder_with("config.json")
 
 def file(value: str) -> Path:
     """Read the path of a file that is there."""
-    found = path(value)
-    if not os.path.isfile(found):
+    file_path = path(value)
+    if not os.path.isfile(file_path):
         raise Refusal(f"{value!r} must be a file.")
-    return found
+    return file_path
 
 
 def folder(value: str) -> Path:
     """Read the path of a folder that can be written, there or not."""
-    found = path(value)
-    nearest = next(each for each in (found, *found.absolute().parents) if os.path.exists(each))
+    folder_path = path(value)
+    nearest = next(
+        each for each in (folder_path, *folder_path.absolute().parents) if os.path.exists(each)
+    )
     if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
         raise Refusal(f"{value!r} must be a folder that can be written.")
-    return found
+    return folder_path
 
 
 def new_file(value: str) -> Path:
     """Read the path of a file that can be written, there or not, in a folder that is there."""
-    found = path(value)
-    place = found if os.path.exists(found) else found.absolute().parent
-    if found.is_dir() or not os.access(place, os.W_OK):
+    file_path = path(value)
+    place = file_path if os.path.exists(file_path) else file_path.absolute().parent
+    if file_path.is_dir() or not os.access(place, os.W_OK):
         raise Refusal(f"{value!r} must be a file that can be written, in a folder that is there.")
-    return found
+    return file_path
 
 
 def layer_ids(value: str) -> list[int]:

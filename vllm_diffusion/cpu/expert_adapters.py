@@ -142,7 +142,7 @@ class _ExpertsOnCpu:
         BaseLayerWithLoRA.__init__(self)
         self.base_layer = base_layer
         self.moe_config = base_layer.moe_config
-        # vLLM finds the layers of shared experts behind this name too.
+        # vLLM finds the layers of shared experts under this name too.
         self._shared_experts = base_layer._shared_experts
         parallel = self.moe_config.moe_parallel_config
         self.tp_size, self.tp_rank = parallel.tp_size, parallel.tp_rank
@@ -150,7 +150,7 @@ class _ExpertsOnCpu:
         self.enable_moe_shared_loras = False
         self._w13_slices = 1 if isinstance(self, layers.FusedMoE3DWithLoRA) else 2
         self.n_slices = self.moe_config.num_local_experts * (self._w13_slices + 1)
-        # What loads the layer's own weights looks for them behind this name.
+        # What loads the layer's own weights looks for them under this name.
         base_layer.routed_experts.lora_base_layer_prefix = "base_layer."
 
     def set_mapping(self, punica_wrapper: Any) -> None:

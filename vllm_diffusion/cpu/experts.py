@@ -2,7 +2,7 @@
 
 Unquantised experts go through vLLM's registration for other platforms. Of quantised ones vLLM loads the
 checkpoint's tensors and hands them to the experts that its *oracle* chooses for a format; an oracle has
-no registration for other platforms, so the class that stands behind one of its names is replaced, on the
+no registration for other platforms, so the class that one of its names stands for is replaced, on the
 CPU only. Experts stay compressed: each pass decompresses those that some token chose.
 """
 
@@ -200,7 +200,7 @@ class TorchExperts(UnquantizedFusedMoEMethod):
 
 @replaces_call(
     "vllm.model_executor.layers.fused_moe.oracle.fp8:backend_to_kernel_cls",
-    reason="Emulated experts stand behind one of its names, on the CPU only.",
+    reason="One of its names stands for emulated experts, on the CPU only.",
     until="Experts can be registered with the oracle, as linear kernels can with their list.",
 )
 def _fp8_experts(stock: Callable[..., list[type]], backend: Any) -> list[type]:
@@ -214,7 +214,7 @@ def _fp8_experts(stock: Callable[..., list[type]], backend: Any) -> list[type]:
 
 @replaces_call(
     "vllm.model_executor.layers.fused_moe.oracle.nvfp4:backend_to_kernel_cls",
-    reason="Emulated experts stand behind one of its names, on the CPU only.",
+    reason="One of its names stands for emulated experts, on the CPU only.",
     until="Experts can be registered with the oracle, as linear kernels can with their list.",
 )
 def _nvfp4_experts(stock: Callable[..., list[type]], backend: Any) -> list[type]:

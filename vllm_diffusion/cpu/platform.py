@@ -195,10 +195,10 @@ def check_cache(vllm_config: VllmConfig) -> None:
     """
     known = resolve_obj_by_qualname(ATTENTION).supported_kv_cache_dtypes
     spec = vllm_config.speculative_config
-    asked = {"--kv-cache-dtype": vllm_config.cache_config.cache_dtype}
+    requested = {"--kv-cache-dtype": vllm_config.cache_config.cache_dtype}
     if spec is not None:
-        asked["--speculative-config: kv_cache_dtype"] = spec.kv_cache_dtype or "auto"
-    for option, dtype in asked.items():
+        requested["--speculative-config: kv_cache_dtype"] = spec.kv_cache_dtype or "auto"
+    for option, dtype in requested.items():
         if dtype not in known:
             raise ValueError(
                 f"{option} {dtype} is not a format that attention reads on the CPU platform of "

@@ -114,13 +114,13 @@ class CanvasSpec:
         """Return the request fields that are not supported, each with the reason and the remedy."""
         return {**self.layout.refused_fields, **self.rule.refused_fields}
 
-    def converges_at_end(self, is_asked: bool) -> bool:
+    def converges_at_end(self, is_requested: bool) -> bool:
         """Return true if a canvas is judged by its positions up to its first end token only.
 
         Args:
-            is_asked: Setting ``converge_at_end`` of the server.
+            is_requested: Setting ``converge_at_end`` of the server.
         """
-        return is_asked or self.rule.judges_to_end
+        return is_requested or self.rule.judges_to_end
 
     def statistics(self, num_slots: int, device: torch.device) -> SlotStatistics:
         """Allocate the statistics that the rule decides from.

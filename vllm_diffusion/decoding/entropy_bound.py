@@ -17,9 +17,9 @@ from vllm_diffusion.decoding.rule import (
     StepDecision,
     StepInputs,
     VerifiedRule,
-    behind_first,
     in_budget,
     is_first,
+    keep_first_token,
 )
 
 # Bounds of temperatures: divided logits stay distinct and finite.
@@ -143,5 +143,5 @@ class DenoisedDraft(VerifiedRule, EntropyBound):
     def decide(
         self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
     ) -> StepDecision:
-        decision = super().decide(behind_first(inputs), settings, memory)
+        decision = super().decide(keep_first_token(inputs), settings, memory)
         return decision._replace(keep=decision.keep | is_first(inputs.canvas))

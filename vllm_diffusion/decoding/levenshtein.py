@@ -128,7 +128,7 @@ class Levenshtein(RevealAndEdit):
         # True if the canvas is as before this step, unless a constraint masked some of it again.
         repeats = ((tokens == inputs.previous_result) | ~counted).all(dim=-1)
         done = (leaves_none & (repeats | (post_steps >= most))) | at_cap
-        # Behind an end token masks may be left.
+        # After an end token masks may be left.
         result = torch.where(done[:, None] & left, plain, tokens)
         return StepDecision(
             keep=~left,

@@ -16,8 +16,8 @@ from vllm_diffusion.decoding.rule import (
     StepInputs,
     VerifiedRule,
     as_drawn,
-    behind_first,
     in_budget,
+    keep_first_token,
     places,
 )
 
@@ -252,9 +252,9 @@ class RevealAndEdit(Reveal):
         tokens = torch.where(masked | edit, inputs.candidate, inputs.canvas)
         decided = reveal | ~masked
         counted = inputs.counted(tokens, decided)
-        found_none = ~(masked & counted).any(dim=-1)
-        repeats = found_none & ~(edit & counted).any(dim=-1)
-        post_steps = memory["post_steps"] + found_none.to(torch.int32)
+        has_no_mask = ~(masked & counted).any(dim=-1)
+        repeats = has_no_mask & ~(edit & counted).any(dim=-1)
+        post_steps = memory["post_steps"] + has_no_mask.to(torch.int32)
         leaves_none = ~(~decided & counted).any(dim=-1)
         is_last = leaves_none & (post_steps >= settings["max_post_steps"])
         return StepDecision(
@@ -263,7 +263,7 @@ class RevealAndEdit(Reveal):
             result=tokens,
             done=repeats | is_last,
             memory={"post_steps": post_steps},
-            # Behind an end token anything may have changed.
+            # After an end token anything may have changed.
             has_final_kv=repeats & ~((reveal | edit) & inputs.valid).any(dim=-1),
         )
 
@@ -289,7 +289,7 @@ class LinearSpec(VerifiedRule):
     def decide(
         self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
     ) -> StepDecision:
-        tokens = behind_first(inputs).candidate
+        tokens = keep_first_token(inputs).candidate
         return StepDecision(
             keep=inputs.valid,
             tokens=tokens,

@@ -265,7 +265,7 @@ def is_first(canvas: Tensor) -> Tensor:
     return torch.arange(canvas.shape[-1], device=canvas.device) == 0
 
 
-def behind_first(inputs: StepInputs) -> StepInputs:
+def keep_first_token(inputs: StepInputs) -> StepInputs:
     """Return the inputs of a draft: what is drawn and likeliest at a canvas's first position is its token."""
     first = is_first(inputs.canvas)
     return inputs._replace(

@@ -43,7 +43,7 @@ def install() -> None:
 @replaces(
     "vllm.config.vllm:VllmConfig.try_verify_and_update_config",
     reason="Looks at the draft: vLLM's table of architectures knows targets alone.",
-    until="MODELS_CONFIG_MAP is asked about the draft's architecture too.",
+    until="MODELS_CONFIG_MAP is read for the draft's architecture too.",
 )
 def _looking_at_drafts(
     stock: Callable[[VllmConfig], None],

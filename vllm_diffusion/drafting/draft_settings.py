@@ -90,7 +90,7 @@ class DraftSettings:
         if self.reveals == "sampled":
             raise ValueError(
                 'reveals="sampled" is not served: revealed by confidence, sampled tokens that are '
-                "verified by their probabilities change what the target says; leave reveals out, and "
+                "verified by their probabilities change the target's answers; leave reveals out, and "
                 'set "draft_sample_method": "probabilistic" in --speculative-config to propose sampled '
                 "tokens of the last pass."
             )

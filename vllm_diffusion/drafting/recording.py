@@ -161,17 +161,17 @@ def _parsed(line: bytes) -> Exchange:
         ValueError: Naming what is wrong with it.
     """
     try:
-        found = msgspec.json.decode(line, type=_Line)
+        parsed = msgspec.json.decode(line, type=_Line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{error}; {_FORM}") from None
-    prompt, output = found.prompt_token_ids, found.output_token_ids
-    if found.token_ids is not None:
-        prompt, output = [], found.token_ids
+    prompt, output = parsed.prompt_token_ids, parsed.output_token_ids
+    if parsed.token_ids is not None:
+        prompt, output = [], parsed.token_ids
     if prompt is None:
         raise ValueError(f"prompt_token_ids is missing; {_FORM}")
     if not output:
         raise ValueError("there are no tokens of an answer; leave the line out.")
-    return Exchange(array("i", prompt), array("i", output), found.time)
+    return Exchange(array("i", prompt), array("i", output), parsed.time)
 
 
 def wants_recording(extra_args: Mapping[str, Any] | None) -> bool:
@@ -275,13 +275,13 @@ class Ring:
 
     def _files(self) -> dict[int, int]:
         """Return the size of each file in bytes, by number."""
-        found = {}
+        sizes = {}
         with os.scandir(self.folder) as entries:
             for entry in entries:
                 name, _, number = entry.name.removesuffix(_SUFFIX).rpartition("-")
                 if name == self.name and number.isdecimal():
-                    found[int(number)] = entry.stat(follow_symlinks=False).st_size
-        return found
+                    sizes[int(number)] = entry.stat(follow_symlinks=False).st_size
+        return sizes
 
 
 def _write(path: Path, line: bytes) -> None:
@@ -365,7 +365,7 @@ class Recorder:
             self._has_warned = True
             self._warn(
                 f"Traffic is being lost that was to be recorded in {self._ring.folder}: {why}. Serving "
-                "goes on; this is said once."
+                "goes on; this is reported once."
             )
 
 

@@ -213,7 +213,7 @@ def spec_generate(
         order: Order in which masks are revealed.
         generator: Generator of the draws, on the target's device.
     """
-    # Without the configuration no layer forgets what is behind a window, so that all can be cropped.
+    # Without the configuration no layer forgets what is before a window, so that all can be cropped.
     cache = DynamicCache()
     context = Context(draft)
 

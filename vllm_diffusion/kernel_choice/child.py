@@ -41,11 +41,11 @@ def run_case(
     Returns:
         The last shape's, with the largest difference of all.
     """
-    found = []
+    results = []
     for shape in case.shapes or (None,):
         begins()
-        found.append(_check(case, shape, device))
-    return found[-1]._replace(difference=max(each.difference for each in found))
+        results.append(_check(case, shape, device))
+    return results[-1]._replace(difference=max(each.difference for each in results))
 
 
 def _check(case: KernelCase, shape: Any, device: torch.device) -> Checked:
@@ -63,14 +63,14 @@ def _check(case: KernelCase, shape: Any, device: torch.device) -> Checked:
 
 
 def outcome_of(check: Callable[[], Checked], measures: bool) -> dict[str, Any]:
-    """Run a check; what it found, as plain data.
+    """Run a check, and return its outcome as plain data.
 
     Args:
         check: The check.
         measures: True to time the kernel too.
     """
     try:
-        found = check()
+        checked = check()
         _wait()
     except AssertionError as error:
         return {"state": "wrong", "why": _one_line(error), "goes_on": True}
@@ -84,9 +84,9 @@ def outcome_of(check: Callable[[], Checked], measures: bool) -> dict[str, Any]:
         return {"state": "unknown", "why": f"{type(error).__name__}: {_one_line(error)}"}
     except Exception as error:
         return {"state": "wrong", "why": f"{type(error).__name__}: {_one_line(error)}"}
-    outcome = {"state": "right", "difference": found.difference, "goes_on": True}
+    outcome = {"state": "right", "difference": checked.difference, "goes_on": True}
     if measures:
-        outcome["microseconds"] = round(seconds_of(found.call) * 1e6, 1)
+        outcome["microseconds"] = round(seconds_of(checked.call) * 1e6, 1)
     return outcome
 
 

@@ -134,7 +134,7 @@ class CheckProcess:
         status = child.wait(10)
         self.close()
         if status >= 0:
-            return Outcome("wrong", f"its process ended with status {status}{self._last_words()}")
+            return Outcome("wrong", f"its process ended with status {status}{self._last_line()}")
         name = signal.Signals(-status).name
         if -status in OUTSIDE:
             return Outcome("unknown", f"its process was ended by {name}")
@@ -162,11 +162,11 @@ class CheckProcess:
                     return self._child, self._pipe
                 problem = answer["why"]
         except (EOFError, OSError):
-            problem = f"its process ended at its start{self._last_words()}"
+            problem = f"its process ended at its start{self._last_line()}"
         self.close()
         raise CannotCheckError(problem)
 
-    def _last_words(self) -> str:
+    def _last_line(self) -> str:
         """Return the last line that the process printed, in brackets."""
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()

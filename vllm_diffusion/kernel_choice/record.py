@@ -72,8 +72,8 @@ class Record:
         """Return outcomes of earlier starts; :attr:`problem` states why they cannot be read."""
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
-            found = {key: Outcome(**outcome) for key, outcome in content["cases"].items()}
-            if {each.state for each in found.values()} - {"right", "refused"}:
+            outcomes = {key: Outcome(**outcome) for key, outcome in content["cases"].items()}
+            if {each.state for each in outcomes.values()} - {"right", "refused"}:
                 raise ValueError("a state that does not exist")
         except FileNotFoundError:
             return {}
@@ -82,7 +82,7 @@ class Record:
                 f"{self.path} is damaged ({type(error).__name__}), so the kernels were checked anew"
             )
             return {}
-        return found
+        return outcomes
 
     def write(self, outcomes: Mapping[str, Outcome]) -> None:
         """Remember outcomes; :attr:`problem` states why they cannot be remembered."""

@@ -137,7 +137,7 @@ def checked_choices(
     record = Record(folder, facts_of(gpu))
     fresh: dict[str, Outcome] = {}
     with record.locked(), CheckProcess(device, seconds=SECONDS) as process:
-        # Behind the lock: another start's check is not this one's time.
+        # After the lock: another start's check is not this one's time.
         began = time.monotonic()
         known = {} if forgets else record.read()
 
@@ -156,7 +156,7 @@ def checked_choices(
             )
             return served.choices
         finally:
-            # What is wrong is checked, and said, by each start.
+            # What is wrong is checked, and reported, by each start.
             lasting = {k: each for k, each in known.items() if each.state in ("right", "refused")}
             if lasting.keys() & fresh.keys():
                 record.write(lasting)

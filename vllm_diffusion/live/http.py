@@ -276,10 +276,10 @@ def _refuse_frames(request: Any, body: dict[str, Any] | None = None) -> None:
     unknown = request.model_extra or {} if body is None else body
     # A batch has no such field of its own.
     xargs = getattr(request, "vllm_xargs", unknown.get("vllm_xargs"))
-    asked = {"diffusing": unknown.get("diffusing")}
+    requested = {"diffusing": unknown.get("diffusing")}
     if isinstance(xargs, dict):
-        asked["diffusion_frames"] = xargs.get("diffusion_frames")
-    for field, value in asked.items():
+        requested["diffusion_frames"] = xargs.get("diffusion_frames")
+    for field, value in requested.items():
         if value:
             refuse(field, WHERE_FRAMES_ARE, value)
     if isinstance(xargs, dict) and xargs.get(TRACE):
@@ -399,7 +399,7 @@ def install() -> None:
 
 @replaces_call(
     "vllm.entrypoints.launchers.api_server.app_state:init_endpoint_plugins_state",
-    reason="Gives the objects behind vLLM's endpoints subclasses of ours, once the server has them.",
+    reason="Gives the objects that serve vLLM's endpoints subclasses of ours, once the server has them.",
     until="A plugin may name the classes of the server's objects, or of an endpoint plugin without VLLM_PLUGINS.",
 )
 async def _serving_canvases(stock: Any, engine_client: Any, state: Any, args: Any) -> None:

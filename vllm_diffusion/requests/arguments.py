@@ -168,8 +168,8 @@ def offered_settings(spec: CanvasSpec) -> list[dict[str, Any]]:
     """
     offered: dict[str, tuple[Setting | Choice, float | str | None]] = {}
     if spec.rule.presets:
-        words = tuple(spec.rule.presets)
-        offered["preset"] = Choice(words, "settings of the rule that go together"), None
+        preset_names = tuple(spec.rule.presets)
+        offered["preset"] = Choice(preset_names, "settings of the rule that go together"), None
     steps = Setting(int, 1, spec.max_denoising_steps, "the step cap of a canvas")
     offered["max_steps"] = steps, spec.max_denoising_steps
     if spec.layout.allows_width(1):
@@ -236,11 +236,11 @@ def parse_arguments(
     if constrained and not logprob_token_ids:
         refuse("diffusion_constrained", "needs logprob_token_ids, which are the allowed ids.")
     shown, read_only = parse_shown(args), _flag(args, "diffusion_read_only")
-    for name, is_asked in (
+    for name, is_requested in (
         ("diffusion_step_map", shown.step_map),
         ("diffusion_trace", shown.trace),
     ):
-        if is_asked and read_only:
+        if is_requested and read_only:
             refuse(
                 name,
                 "cannot be combined with diffusion_read_only, which reads a canvas and keeps nothing "

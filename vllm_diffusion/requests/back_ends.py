@@ -63,11 +63,11 @@ def schema_refusal(schema: Any, back_end: str) -> str | None:
         if not isinstance(part, Mapping):
             continue
         if back_end == "guidance":
-            found = next((key for key in part if key in _UNKNOWN_TO_GUIDANCE), None)
+            keyword = next((key for key in part if key in _UNKNOWN_TO_GUIDANCE), None)
         else:
-            found = _unfollowed(part)
-        if found is not None:
-            return f"{path}/{found} is not supported"
+            keyword = _unfollowed(part)
+        if keyword is not None:
+            return f"{path}/{keyword} is not supported"
     if back_end == "guidance":
         return _guidance_problem(schema)
     return None
@@ -84,23 +84,23 @@ def _parts(schema: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def _unfollowed(part: Mapping[str, Any]) -> str | None:
     """Return a keyword of a schema that is not in xgrammar's table."""
-    said = [key for key in part if key in CONSTRAINING]
+    keywords = [key for key in part if key in CONSTRAINING]
     named = next(
         (key for key in ("$anchor", "$id", "id") if key in part and "$ref" in str(part)), None
     )
     if named is not None:
         return named
-    if not said:
+    if not keywords:
         return None
     for key in _ALONE:
-        if key in said:
-            beside = [other for other in said if other != key]
+        if key in keywords:
+            others = [other for other in keywords if other != key]
             is_place = key != "$ref" or _POINTER.fullmatch(str(part["$ref"]))
-            return next(iter(beside), None if is_place else key)
+            return next(iter(others), None if is_place else key)
     types = part.get("type", ())
     types = [types] if isinstance(types, str) else types
     followed = {"type", *(key for name in types for key in _OF_TYPE.get(str(name), ()))}
-    if unfollowed := [key for key in said if key not in followed]:
+    if unfollowed := [key for key in keywords if key not in followed]:
         return unfollowed[0]
     needed = {*map(str, part.get("required") or ())}
     if not needed <= {*(part.get("properties") or {})}:

@@ -265,7 +265,7 @@ def check_decodable(params: SamplingParams) -> None:
     try:
         MsgpackDecoder(SamplingParams).decode(message)
     except msgspec.ValidationError as error:
-        found = _FIELD.search(str(error))
-        field = found.group(1) if found else "sampling_params"
+        match = _FIELD.search(str(error))
+        field = match.group(1) if match else "sampling_params"
         value = getattr(params, field, None)
         refuse(field, f"cannot be read by the engine: {error}.", value)

@@ -136,27 +136,27 @@ def _plain(schema: Any) -> Any:
     """Copy a schema without what constrains nothing."""
     if not isinstance(schema, Mapping):
         return schema
-    words = {key: value for key, value in schema.items() if key in CONSTRAINING | NOTES}
-    for path, inner in subschemas(words):
+    keywords = {key: value for key, value in schema.items() if key in CONSTRAINING | NOTES}
+    for path, inner in subschemas(keywords):
         plain = _plain(inner)
         if len(path) == 1:
-            words[path[0]] = plain
-        elif isinstance(words[path[0]], list):
-            words[path[0]] = [
-                plain if str(i) == path[1] else other for i, other in enumerate(words[path[0]])
+            keywords[path[0]] = plain
+        elif isinstance(keywords[path[0]], list):
+            keywords[path[0]] = [
+                plain if str(i) == path[1] else other for i, other in enumerate(keywords[path[0]])
             ]
         else:
-            words[path[0]] = {**words[path[0]], path[1]: plain}
-    _drop_idle(words)
-    _write_format(words)
-    _drop_implied_lengths(words)
-    _write_names(words)
-    _write_unevaluated(words)
-    _write_listed(words)
-    return _nullable(words) if schema.get("nullable") is True else words
+            keywords[path[0]] = {**keywords[path[0]], path[1]: plain}
+    _drop_idle(keywords)
+    _write_format(keywords)
+    _drop_implied_lengths(keywords)
+    _write_names(keywords)
+    _write_unevaluated(keywords)
+    _write_listed(keywords)
+    return _nullable(keywords) if schema.get("nullable") is True else keywords
 
 
-def _drop_idle(words: dict[str, Any]) -> None:
+def _drop_idle(keywords: dict[str, Any]) -> None:
     """Take out keywords that say nothing with this value or without another one."""
     for key, value in (
         ("uniqueItems", False),
@@ -164,102 +164,102 @@ def _drop_idle(words: dict[str, Any]) -> None:
         ("minLength", 0),
         ("minProperties", 0),
     ):
-        if words.get(key) == value:
-            del words[key]
+        if keywords.get(key) == value:
+            del keywords[key]
     for key, needed in (
         ("then", "if"),
         ("else", "if"),
         ("minContains", "contains"),
         ("maxContains", "contains"),
     ):
-        if needed not in words:
-            words.pop(key, None)
-    if not words.keys() & {"then", "else"}:
-        words.pop("if", None)
-    if not isinstance(words.get("items"), list):
-        words.pop("additionalItems", None)
+        if needed not in keywords:
+            keywords.pop(key, None)
+    if not keywords.keys() & {"then", "else"}:
+        keywords.pop("if", None)
+    if not isinstance(keywords.get("items"), list):
+        keywords.pop("additionalItems", None)
 
 
-def _write_format(words: dict[str, Any]) -> None:
+def _write_format(keywords: dict[str, Any]) -> None:
     """Write a known format as a pattern; one that is unknown is an annotation."""
-    known = FORMATS.get(str(words.pop("format", None)))
+    known = FORMATS.get(str(keywords.pop("format", None)))
     if known is None:
         return
     pattern = f"^(?:{known})$"
-    if "pattern" in words:
-        words["allOf"] = [*words.get("allOf", ()), {"pattern": pattern}]
+    if "pattern" in keywords:
+        keywords["allOf"] = [*keywords.get("allOf", ()), {"pattern": pattern}]
     else:
-        words["pattern"] = pattern
+        keywords["pattern"] = pattern
 
 
-def _drop_implied_lengths(words: dict[str, Any]) -> None:
+def _drop_implied_lengths(keywords: dict[str, Any]) -> None:
     """Take out lengths that every string of the pattern has."""
-    pattern = words.get("pattern")
-    lengths = words.keys() & {"minLength", "maxLength"}
+    pattern = keywords.get("pattern")
+    lengths = keywords.keys() & {"minLength", "maxLength"}
     if not lengths or not isinstance(pattern, str) or not re.fullmatch(r"\^.*[^\\]\$", pattern):
         return
     if "|" in pattern and not (pattern.startswith("^(?:") and pattern[4:-2] in FORMATS.values()):
         return
     low, high = length_bounds(pattern)
     try:
-        if words.get("minLength", 0) <= low:
-            words.pop("minLength", None)
-        if high is not None and high <= words.get("maxLength", high):
-            words.pop("maxLength", None)
+        if keywords.get("minLength", 0) <= low:
+            keywords.pop("minLength", None)
+        if high is not None and high <= keywords.get("maxLength", high):
+            keywords.pop("maxLength", None)
     except TypeError:
         # A back end reports that it is no number.
         return
 
 
-def _write_names(words: dict[str, Any]) -> None:
+def _write_names(keywords: dict[str, Any]) -> None:
     """Write ``propertyNames`` as properties, where the object has no others."""
-    names = words.get("propertyNames")
+    names = keywords.get("propertyNames")
     if names is True or (isinstance(names, Mapping) and not {*names} - {"type"} - NOTES):
         if names is True or names.get("type", "string") == "string":
-            del words["propertyNames"]
+            del keywords["propertyNames"]
         return
-    if not isinstance(names, Mapping) or words.keys() & {"properties", "patternProperties"}:
+    if not isinstance(names, Mapping) or keywords.keys() & {"properties", "patternProperties"}:
         return
-    said = {*names} - NOTES - {"type"}
-    others = words.get("additionalProperties", True)
-    if said == {"pattern"}:
+    of_names = {*names} - NOTES - {"type"}
+    others = keywords.get("additionalProperties", True)
+    if of_names == {"pattern"}:
         named = {"patternProperties": {names["pattern"]: others}}
     elif (
-        said == {"enum"}
+        of_names == {"enum"}
         and isinstance(names["enum"], list)
         and all(isinstance(name, str) for name in names["enum"])
     ):
         named = {"properties": dict.fromkeys(names["enum"], others)}
     else:
         return
-    del words["propertyNames"]
-    words |= named | {"additionalProperties": False}
+    del keywords["propertyNames"]
+    keywords |= named | {"additionalProperties": False}
 
 
-def _write_unevaluated(words: dict[str, Any]) -> None:
+def _write_unevaluated(keywords: dict[str, Any]) -> None:
     """Write ``unevaluated...`` as the keyword that it equals where nothing else evaluates."""
-    if words.keys() & _APPLICATORS:
+    if keywords.keys() & _APPLICATORS:
         return
-    if "unevaluatedProperties" in words:
-        words.setdefault("additionalProperties", words.pop("unevaluatedProperties"))
-    if "unevaluatedItems" in words and "contains" not in words:
-        words.setdefault("items", words.pop("unevaluatedItems"))
+    if "unevaluatedProperties" in keywords:
+        keywords.setdefault("additionalProperties", keywords.pop("unevaluatedProperties"))
+    if "unevaluatedItems" in keywords and "contains" not in keywords:
+        keywords.setdefault("items", keywords.pop("unevaluatedItems"))
 
 
-def _write_listed(words: dict[str, Any]) -> None:
-    """Keep the listed values that are of the ``type`` beside them, and no type."""
-    if not words.keys() & {"enum", "const"} or "type" not in words:
+def _write_listed(keywords: dict[str, Any]) -> None:
+    """Keep the listed values that are of the schema's ``type``, and drop the type."""
+    if not keywords.keys() & {"enum", "const"} or "type" not in keywords:
         return
-    types = words["type"] if isinstance(words["type"], list) else [words["type"]]
-    listed = [words["const"]] if "const" in words else words["enum"]
+    types = keywords["type"] if isinstance(keywords["type"], list) else [keywords["type"]]
+    listed = [keywords["const"]] if "const" in keywords else keywords["enum"]
     if not isinstance(listed, list):
         return
     fitting = [value for value in listed if any(_is_of(value, name) for name in types)]
     # A list that leaves nothing stays, so that a back end reports it.
-    if fitting and ("const" in words or "enum" in words):
-        del words["type"]
-        if "const" not in words:
-            words["enum"] = fitting
+    if fitting and ("const" in keywords or "enum" in keywords):
+        del keywords["type"]
+        if "const" not in keywords:
+            keywords["enum"] = fitting
 
 
 def _is_of(value: Any, name: Any) -> bool:
@@ -271,10 +271,10 @@ def _is_of(value: Any, name: Any) -> bool:
     return isinstance(value, kinds.get(name, ()))
 
 
-def _nullable(words: dict[str, Any]) -> dict[str, Any]:
+def _nullable(keywords: dict[str, Any]) -> dict[str, Any]:
     """Allow null, as OpenAPI's ``nullable`` does; definitions stay where they are referred to."""
-    notes = {key: words.pop(key) for key in [*words] if key in NOTES}
-    return {**notes, "anyOf": [words, {"type": "null"}]}
+    notes = {key: keywords.pop(key) for key in [*keywords] if key in NOTES}
+    return {**notes, "anyOf": [keywords, {"type": "null"}]}
 
 
 def _exclusive(schema: Any, root: Any) -> Any:
@@ -283,24 +283,24 @@ def _exclusive(schema: Any, root: Any) -> Any:
         return [_exclusive(inner, root) for inner in schema]
     if not isinstance(schema, Mapping):
         return schema
-    words = _mapped(schema, lambda inner: _exclusive(inner, root))
-    alternatives = words.get("oneOf")
-    if isinstance(alternatives, list) and "anyOf" not in words:
+    keywords = _mapped(schema, lambda inner: _exclusive(inner, root))
+    alternatives = keywords.get("oneOf")
+    if isinstance(alternatives, list) and "anyOf" not in keywords:
         seen = [_target(inner, root) for inner in alternatives]
         if all(_differ(a, b) for i, a in enumerate(seen) for b in seen[:i]):
-            words["anyOf"] = words.pop("oneOf")
-    return words
+            keywords["anyOf"] = keywords.pop("oneOf")
+    return keywords
 
 
 def _mapped(schema: Mapping[str, Any], write: Callable[[Any], Any]) -> dict[str, Any]:
     """Copy a schema with what ``write`` makes of each schema, or list of them, that it holds."""
-    words = dict(schema)
-    for key in {*_ONE, *_LIST} & words.keys():
-        words[key] = write(words[key])
-    for key in {*_NAMED} & words.keys():
-        if isinstance(words[key], Mapping):
-            words[key] = {name: write(inner) for name, inner in words[key].items()}
-    return words
+    keywords = dict(schema)
+    for key in {*_ONE, *_LIST} & keywords.keys():
+        keywords[key] = write(keywords[key])
+    for key in {*_NAMED} & keywords.keys():
+        if isinstance(keywords[key], Mapping):
+            keywords[key] = {name: write(inner) for name, inner in keywords[key].items()}
+    return keywords
 
 
 def _target(schema: Any, root: Any) -> Mapping[str, Any]:
@@ -361,9 +361,11 @@ def _combines(schema: Any) -> bool:
     """Return true if a value has to satisfy two schemas at once somewhere."""
     if not isinstance(schema, Mapping):
         return False
-    said = schema.keys() - NOTES
-    several = len(said) > 1 or (isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1)
-    return bool(said & _APPLICATORS and several) or any(
+    keywords = schema.keys() - NOTES
+    several = len(keywords) > 1 or (
+        isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1
+    )
+    return bool(keywords & _APPLICATORS and several) or any(
         _combines(inner) for _, inner in subschemas(schema)
     )
 
@@ -374,15 +376,15 @@ def _closed(schema: Any) -> Any:
         return [_closed(inner) for inner in schema]
     if not isinstance(schema, Mapping):
         return schema
-    words = _mapped(schema, _closed)
-    named, required = words.get("properties"), words.get("required", [])
+    keywords = _mapped(schema, _closed)
+    named, required = keywords.get("properties"), keywords.get("required", [])
     if (
         isinstance(named, Mapping)
         and isinstance(required, list)
-        and not words.keys() & {"additionalProperties", "patternProperties"}
+        and not keywords.keys() & {"additionalProperties", "patternProperties"}
         and {*map(str, required)} <= {*named}
         and len(named) > 0
-        and words.get("minProperties", 0) <= len(named)
+        and keywords.get("minProperties", 0) <= len(named)
     ):
-        words["additionalProperties"] = False
-    return words
+        keywords["additionalProperties"] = False
+    return keywords

@@ -59,7 +59,7 @@ def install() -> None:
     until="CompletionRequest.check_structured_outputs_count refuses what is no mapping.",
 )
 def _refusing_what_is_no_mapping(stock: Any, error: Any, *args: Any, **kwargs: Any) -> Any:
-    """Answer an exception as vLLM does; with a 400 where ``structured_outputs`` is asked for its keys."""
+    """Answer an exception as vLLM does, but one from reading the keys of ``structured_outputs`` with a 400."""
     from vllm.exceptions import VLLMValidationError
 
     if isinstance(error, AttributeError):

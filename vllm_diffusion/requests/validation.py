@@ -124,7 +124,7 @@ def _attach_thought_end(params: Any, spec: CanvasSpec, tokenizer: Any) -> None:
 def _check_blocks(params: Any, num_prompt: int, model_config: Any) -> None:
     """Refuse an answer of no whole blocks from a request that names their length, as LLaDA's loop does.
 
-    An answer of all that the model has room for was not asked for, but is vLLM's default.
+    An answer of all that the model has room for is vLLM's default: the request did not set that length.
     """
     spec, length = model_config.diffusion.spec, arguments_of(params).settings.get("block_length")
     most, max_tokens = model_config.max_model_len - num_prompt, params.max_tokens
@@ -271,7 +271,7 @@ def check_logprobs(params: Any, model_config: Any, num_slots: int) -> None:
     if num_top < 0:
         num_top = model_config.get_vocab_size()
     width = model_config.diffusion.spec.length
-    # Beside the likeliest tokens there is the position's own.
+    # Besides the likeliest tokens there is the position's own.
     most = MOST_LOGPROBS_BYTES // (_BYTES_A_LOGPROB * num_slots * width) - 1
     if num_top > most:
         refuse(

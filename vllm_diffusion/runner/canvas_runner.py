@@ -22,7 +22,7 @@ class CanvasRunner(GPUModelRunner):
     decode_query_len: int
 
     def sample(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
-        # Asked next for what leaves the device with tokens.
+        # Read next for what leaves the device with tokens.
         self.aux_output_connector = self.sampler.views
         rows = self.sampler.select_rows(hidden_states)
         output = self.sampler(rows, input_batch, grammar_output)

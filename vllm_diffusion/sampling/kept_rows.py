@@ -64,7 +64,7 @@ def thresholds(
         maximum: [num_rows], float32, the largest logit of each row, of all ranks, over ``divisor``.
         filters: One entry per row.
         vocab_size: Number of ids, of all ranks.
-        head: Sums over the ranks, and says which kernels search.
+        head: Sums over the ranks, and names the kernels that search.
 
     Returns:
         [num_rows], int64.

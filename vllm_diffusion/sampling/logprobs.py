@@ -83,7 +83,7 @@ def row_logprobs(
         divisor: [num_rows], float32: of the distribution that is reported.
         selected: [num_rows], int64, each row's token.
         request: Log-probabilities that are wanted.
-        head: Combines the ranks, and says which kernel scales the logits.
+        head: Combines the ranks, and names the kernel that scales the logits.
 
     Returns:
         Columns: the row's token, then the ids that its request names or the likeliest
@@ -163,7 +163,7 @@ def _summary(
 def _columns(
     request: LogprobsRequest, top_ids: Tensor, top_scores: Tensor, named_scores: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Ids and scores beside a row's own token: the ids that its request names, or the likeliest."""
+    """Ids and scores besides a row's own token: the ids that its request names, or the likeliest."""
     num_columns = request.num_columns - 1
     pad = (0, num_columns - request.num_top)
     ids = F.pad(top_ids[:, : request.num_top], pad)

@@ -32,7 +32,7 @@ class UsedSettings:
             none.
         num_top: Most likeliest tokens that one of these rows reports.
         num_named: Most ids that one of their requests names to be reported.
-        reads_some: True if some read-only canvas is asked about a few ids alone.
+        reads_some: True if some read-only canvas reports a few ids alone.
     """
 
     adjusted: UsedAdjustments | None = None

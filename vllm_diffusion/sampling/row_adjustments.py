@@ -159,7 +159,7 @@ class _SlotNumbers(NamedTuple):
     Attributes:
         always: List that is added to the request's logits from ``min_length`` on.
         early: List that is added before it.
-        readable: List of the ids that a read-only canvas is asked about, as part of what it reports.
+        readable: List of the ids that a read-only canvas reports.
         boosted: List of the one id that ends a thought.
         min_length: Tokens of prompt and answer.
         penalty_idx: The slot itself, where it has penalties.
@@ -247,7 +247,7 @@ class RowAdjustments:
         Args:
             slot: Its row in every state.
             sampling_params: vLLM's.
-            readable: The only ids that a read-only canvas is asked about; ``None`` for all.
+            readable: The only ids that a read-only canvas reports; ``None`` for all.
             forbidden: Ids that its settings forbid.
         """
         self.remove_request(slot)
@@ -328,7 +328,7 @@ class RowAdjustments:
             num_masks: Masks of the pass's constraints; ``None`` if it has none.
         """
         owned = [self._listed[slot] for slot in slots.tolist() if slot in self._listed]
-        found = UsedAdjustments(
+        used = UsedAdjustments(
             tuple(
                 sorted({i for own in owned for i in (own.always, own.early, own.boosted) if i >= 0})
             ),
@@ -336,7 +336,7 @@ class RowAdjustments:
             num_masks is not None,
             num_masks or 0,
         )
-        return found if any(found[:3]) else None
+        return used if any(used[:3]) else None
 
     def all_used(self) -> UsedAdjustments:
         """Adjustments that any batch may use, for a graph that serves each."""
@@ -386,11 +386,11 @@ class RowAdjustments:
         return adjustments
 
     def has_readable(self, slots: np.ndarray) -> bool:
-        """Report whether some read-only slots are asked about a few ids alone."""
+        """Return true if some read-only slots report a few ids alone."""
         return any(own.readable >= 0 for slot in slots if (own := self._listed.get(int(slot))))
 
     def bind_readable(self, slot: Tensor) -> LogitAdjustments:
-        """Bind the ids that read-only canvases are asked about, a part of what they report.
+        """Bind the ids that read-only canvases report.
 
         Args:
             slot: [num_rows], int64, of the rows that are reported.

@@ -47,7 +47,7 @@ class DiffusionSampler:
 
     Attributes:
         penalties_state: vLLM's, in which its runner counts committed tokens.
-        views: The runner's connector for outputs beside tokens.
+        views: The runner's connector for outputs other than tokens.
     """
 
     def __init__(

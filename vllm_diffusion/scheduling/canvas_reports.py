@@ -169,7 +169,7 @@ class CanvasReports(SchedulerFeature):
             # The pass that encodes the last canvas for the next turn is no part of the answer.
             report.passes, state.passes = state.passes, None if is_finished else []
         if report is not None:
-            # Behind an end token nothing is part of the answer.
+            # After an end token nothing is part of the answer.
             num_tokens = len(output.new_token_ids)
             del report.step_map[num_tokens:]
             for frame in report.frames:

@@ -141,8 +141,8 @@ class ConstrainedCanvas:
         self._manager = manager
         self._params = request.sampling_params
         self._end_tokens = frozenset(end_token_ids(self._params))
-        self._words = self._params.bad_words_token_ids or []
-        self._longest_word = max(map(len, self._words), default=1)
+        self._bad_words = self._params.bad_words_token_ids or []
+        self._longest_word = max(map(len, self._bad_words), default=1)
         self._thinking = ThinkingBudget.of(self._params, manager.vllm_config)
         if self._thinking is not None:
             self._thinking = self._thinking.after_prompt(request.prompt_token_ids or [])
@@ -227,8 +227,8 @@ class ConstrainedCanvas:
                     return i, False
                 thinking.read(tokens[i])
             read = (before + tokens[: i + 1])[-longest:]
-            said = any(read[-len(word) :] == word for word in self._words)
-            if said and not self._leaves_only(tokens[i], tokens[:i]):
+            ends_bad_word = any(read[-len(word) :] == word for word in self._bad_words)
+            if ends_bad_word and not self._leaves_only(tokens[i], tokens[:i]):
                 return i, False
             num_output_tokens = self._request.num_output_tokens + i + 1
             if tokens[i] in self._end_tokens and num_output_tokens > self._params.min_tokens:
@@ -260,10 +260,13 @@ class ConstrainedCanvas:
         """Return how many leading tokens the grammar accepts, which begins after the thought."""
         if not self._request.use_structured_output:
             return len(tokens)
-        behind = tokens[num_thought:]
-        spoken = next((i for i, token in enumerate(behind) if token in self._controls), len(behind))
+        after_thought = tokens[num_thought:]
+        spoken = next(
+            (i for i, token in enumerate(after_thought) if token in self._controls),
+            len(after_thought),
+        )
         grammar = self._request.structured_output_request.grammar
-        return num_thought + len(grammar.validate_tokens(behind[:spoken]))
+        return num_thought + len(grammar.validate_tokens(after_thought[:spoken]))
 
     def _num_thought(self, tokens: list[int]) -> int:
         """Return how many leading tokens are thoughts, in which all but end tokens are allowed."""
@@ -282,7 +285,7 @@ class ConstrainedCanvas:
         read = self._last_output_tokens(self._longest_word - 1) + pinned
         banned = [
             word[-1]
-            for word in self._words
+            for word in self._bad_words
             if len(word) == 1 or read[-(len(word) - 1) :] == word[:-1]
         ]
         if not banned:
@@ -326,15 +329,15 @@ class ConstrainedCanvas:
         if bounds.constraint_start > len(pinned):
             ends = {*self._end_tokens, *self._manager._masked_reasoning_ends(request)}
             return self._without(ends, self._readable)
-        behind = pinned[bounds.grammar_start :]
-        if behind:
-            grammar.accept_tokens(request.request_id, behind)
+        grammar_tokens = pinned[bounds.grammar_start :]
+        if grammar_tokens:
+            grammar.accept_tokens(request.request_id, grammar_tokens)
         try:
             if grammar.is_terminated():
                 return None
             bitmask = self._manager.back_end_of(request).allocate_token_bitmask(1)
             grammar.fill_bitmask(bitmask, 0)
         finally:
-            if behind:
-                grammar.rollback(len(behind))
+            if grammar_tokens:
+                grammar.rollback(len(grammar_tokens))
         return bitmask[0].numpy().copy()

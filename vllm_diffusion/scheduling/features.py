@@ -88,15 +88,15 @@ class PromptLogprobs(SchedulerFeature):
         emitted = output.sampled_token_ids or []
         both = (output.prompt_logprobs_dict, output.prompt_token_id_logprobs_dict)
         for request_id, index in output.req_id_to_index.items():
-            found = tuple(part.pop(request_id, None) for part in both)
+            logprobs = tuple(part.pop(request_id, None) for part in both)
             request = self._scheduler.requests.get(request_id)
             if request is None:
                 # The request ended while the pass was in flight.
                 continue
-            if found[0] is not None:
-                found = (_without_canvas(found[0], request.num_prompt_tokens), found[1])
-            if any(part is not None for part in found):
-                self._held[request_id] = found
+            if logprobs[0] is not None:
+                logprobs = (_without_canvas(logprobs[0], request.num_prompt_tokens), logprobs[1])
+            if any(part is not None for part in logprobs):
+                self._held[request_id] = logprobs
             if emitted and emitted[index] and request_id in self._held:
                 for part, held in zip(both, self._held.pop(request_id), strict=True):
                     if held is not None:

@@ -1,4 +1,4 @@
-"""Small files beside a checkpoint's weights, local or in a repository of the hub."""
+"""Small files next to a checkpoint's weights, local or in a repository of the hub."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def checkpoint_file(model_config: ModelConfig, folder: str, name: str) -> Path |
     """
     from transformers.utils import cached_file
 
-    found = cached_file(
+    cached = cached_file(
         model_config.model,
         name,
         subfolder=folder,
@@ -25,4 +25,4 @@ def checkpoint_file(model_config: ModelConfig, folder: str, name: str) -> Path |
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    return None if found is None else Path(found)
+    return None if cached is None else Path(cached)

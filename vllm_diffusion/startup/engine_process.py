@@ -130,11 +130,11 @@ def refusal_in(error: BaseException) -> str | None:
     """
     import pydantic
 
-    found: list[object] = [error]
+    errors: list[object] = [error]
     if isinstance(error, pydantic.ValidationError):
         details = error.errors(include_url=False, include_input=False)
-        found = [detail.get("ctx", {}).get("error") for detail in details]
-    for one in found:
+        errors = [detail.get("ctx", {}).get("error") for detail in details]
+    for one in errors:
         if type(one) is ValueError:
             modules = [
                 str(frame.f_globals.get("__name__", ""))
@@ -178,7 +178,7 @@ def leave(path: Path | None, refusal: str) -> None:
 
 
 def _print_where_the_refusal_is(*args: Any, **kwargs: Any) -> None:
-    print("The start is refused; the command's last line says why.", file=sys.stderr)
+    print("The start is refused; the command's last line states why.", file=sys.stderr)
 
 
 @contextlib.contextmanager

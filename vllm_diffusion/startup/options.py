@@ -77,20 +77,18 @@ def unknown_architecture(
         return None
     if isinstance(arguments.hf_overrides, dict):
         config = config | arguments.hf_overrides
-    model_type, found = config.get("model_type"), config.get("architectures") or []
+    model_type, architectures = config.get("model_type"), config.get("architectures") or []
     known = ModelRegistry.get_supported_archs()
-    if model_type not in served or any(architecture in known for architecture in found):
+    if model_type not in served or any(architecture in known for architecture in architectures):
         return None
-    says = (
-        f"config.json of the checkpoint has model_type={model_type!r} with architectures={found!r}"
-    )
+    problem = f"config.json of the checkpoint has model_type={model_type!r} with architectures={architectures!r}"
     if not served[model_type]:
-        return f"{says}, of which none is served; docs/use/families.md has what is."
+        return f"{problem}, of which none is served; docs/use/families.md has what is."
     overrides = json.dumps({"architectures": served[model_type][:1]})
     return (
-        f"{says}, and of that model_type {' and '.join(served[model_type])} alone is served. If layers, "
+        f"{problem}, and of that model_type {' and '.join(served[model_type])} alone is served. If layers, "
         f"weights and loop are the same, say so with --hf-overrides '{overrides}'; otherwise "
-        "docs/develop/add-a-family.md says what it takes."
+        "docs/develop/add-a-family.md states what it takes."
     )
 
 

@@ -153,7 +153,7 @@ class CheckedLoading:
         return (
             f"{stored}{self._file_of(stored)} is {_described(tensor)}, but {expected} {_described(param)} "
             f"({place.name}{ranks}); quantise or download the checkpoint again, or correct config.json (the "
-            "ignore list of its quantization_config says which modules are not quantised)."
+            "ignore list of its quantization_config names the modules that are not quantised)."
         )
 
     def is_harmless(self, qualname: str) -> bool:
@@ -202,9 +202,9 @@ class CheckedLoading:
             )
         for place in places:
             if (misfitting := place.misfitting(self._tp)) is not None:
-                names, found, size = misfitting
+                names, num_values, size = misfitting
                 raise ValueError(
-                    f"{listed(names)}{self._file_of(names[0])} hold{'s' if len(names) == 1 else ''} {found:,} values, "
+                    f"{listed(names)}{self._file_of(names[0])} hold{'s' if len(names) == 1 else ''} {num_values:,} values, "
                     f"but by config.json {place.name} has {size:,} on each of {self._tp} ranks; correct config.json, "
                     f"--tensor-parallel-size where it cuts groups of a quantised weight, or {_AGAIN}."
                 )

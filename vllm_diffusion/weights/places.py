@@ -90,14 +90,14 @@ class Place:
             # Without expert parallelism data-parallel engines share each expert too.
             num_ranks = self.layer.moe_config.tp_size
         for tensors in by_expert.values():
-            found = sum(number for _, number in tensors)
-            fits = found <= size * num_ranks
+            num_values = sum(number for _, number in tensors)
+            fits = num_values <= size * num_ranks
             if fits and is_routed and not self._is_padded():
                 # Sharded over the ranks, or the same on each.
-                fits = found % size == 0
+                fits = num_values % size == 0
             # Scales of one value are joined to their largest.
             if not fits and any(number > 1 for _, number in tensors):
-                return [name for name, _ in tensors], found, size
+                return [name for name, _ in tensors], num_values, size
         return None
 
     def _is_padded(self) -> bool:

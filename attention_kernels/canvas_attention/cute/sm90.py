@@ -114,7 +114,7 @@ def without_dead_splits(create, sequence_of, block_info):
         live = visibility(block_info, sequence).live_splits(block_info.num_splits)
         return WorkTileInfo(work.tile_idx, work.is_valid_tile & (split_idx < live))
 
-    # Asked once, before the loop over tiles, which makes new objects of this one.
+    # Read once, before the loop over tiles, which makes new objects of this one.
     scheduler.initial_work_tile_info = initial_work_tile_info
     return scheduler
 

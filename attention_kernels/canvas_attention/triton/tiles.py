@@ -23,13 +23,13 @@ def find_sequence(tile, query_start_ptr, num_seqs, BLOCK_Q: tl.constexpr, WIDTH:
     Sequence i starts at tile (query_start[i] + i * (BLOCK_Q - 1)) // BLOCK_Q, which leaves every
     sequence at least the tiles it needs and can be read off without a running sum.
     """
-    found = 0
+    num_started = 0
     for first in range(0, num_seqs, WIDTH):
         idx = first + tl.arange(0, WIDTH)
         start = tl.load(query_start_ptr + idx, mask=idx < num_seqs, other=0)
         offset = (start + idx * (BLOCK_Q - 1)) // BLOCK_Q
-        found += tl.sum(((idx < num_seqs) & (offset <= tile)).to(tl.int32), 0)
-    return found - 1
+        num_started += tl.sum(((idx < num_seqs) & (offset <= tile)).to(tl.int32), 0)
+    return num_started - 1
 
 
 @triton.jit

@@ -153,8 +153,8 @@ def _adjusted(x, row, ids, inside, tables):
             mask=inside,
             other=0,
         )
-        words = tables.prompt_mask + penalty_row * tables.prompt_mask_stride
-        in_prompt = _bits(words, ids, inside)
+        prompt_mask = tables.prompt_mask + penalty_row * tables.prompt_mask_stride
+        in_prompt = _bits(prompt_mask, ids, inside)
         repetition = tl.load(tables.repetition + penalty_row)
         scaled = tl.where(x > 0, x / repetition, x * repetition)
         x = tl.where(in_prompt | (counts > 0), scaled, x)
@@ -177,8 +177,8 @@ def _listed_offset(ids, row, tables):
     place = tl.zeros_like(ids)
     step = tables.list_length // 2
     while step > 0:
-        is_behind = tl.load(listed + place + step - 1) < ids
-        place = tl.where(is_behind, place + step, place)
+        is_below = tl.load(listed + place + step - 1) < ids
+        place = tl.where(is_below, place + step, place)
         step = step // 2
     offset = tl.load(tables.listed_offsets + row * tables.list_length + place)
     other = tl.load(tables.other_offsets + row)
@@ -186,8 +186,8 @@ def _listed_offset(ids, row, tables):
 
 
 @triton.jit
-def _bits(words_ptr, ids, inside):
-    return ((tl.load(words_ptr + (ids >> 5), mask=inside, other=0) >> (ids & 31)) & 1) == 1
+def _bits(mask_ptr, ids, inside):
+    return ((tl.load(mask_ptr + (ids >> 5), mask=inside, other=0) >> (ids & 31)) & 1) == 1
 
 
 @triton.jit

@@ -53,8 +53,8 @@ def replay(
             at = torch.full_like(offsets, anchor)
             out = draft(embed(block), anchor + offsets, at, context, known)[:, 1:]
             proposed = without_mask_token(head(out).float(), draft.mask_token_id).argmax(-1)[0]
-            said = ids[anchor + 1 : anchor + draft.block_size]
-            kept = int((proposed[: len(said)] == said).long().cumprod(0).sum())
+            following = ids[anchor + 1 : anchor + draft.block_size]
+            kept = int((proposed[: len(following)] == following).long().cumprod(0).sum())
             lengths.append(kept)
             anchor += kept + 1
     return Verifications.of(lengths, draft.block_size - 1)
@@ -75,14 +75,14 @@ def main(samples: str, target: str, new: str, old: str) -> None:
         ValueError: If they do not belong to one another.
     """
     ends, (_, files) = load_ends(target), split_samples(Path(samples))
-    extraction, found = read_extraction(Path(samples)), []
+    extraction, replays = read_extraction(Path(samples)), []
     for folder in (new, old):
         draft = load_draft(folder)
         check_samples(extraction, ends.config, draft)
         size = len(draft.target_layer_ids), draft.config.hidden_size
         held_out = (read_sample(path, *size) for path in files)
-        found.append(replay(draft, ends.embed, ends.head, held_out))
-    ours, theirs = found
+        replays.append(replay(draft, ends.embed, ends.head, held_out))
+    ours, theirs = replays
     figures = {"new": ours.tokens, "old": theirs.tokens, "is_better": ours.is_better_than(theirs)}
     print(json.dumps(figures | {"verifications": [ours.number, theirs.number]}))
 

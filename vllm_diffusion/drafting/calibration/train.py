@@ -239,8 +239,8 @@ def train(
         ValueError: If there is no whole batch of samples, or the loss is not a number.
     """
     gamma = settings.gamma or draft.block_size / 2
-    behind = torch.arange(draft.block_size, device=draft.fc.weight.device) - 1
-    weight_of_offset = torch.exp(-behind / gamma)
+    distance = torch.arange(draft.block_size, device=draft.fc.weight.device) - 1
+    weight_of_offset = torch.exp(-distance / gamma)
     matrices = [p for p in draft.parameters() if p.dim() == 2]
     vectors = [p for p in draft.parameters() if p.dim() != 2]
     # The learning rate is set in each step.

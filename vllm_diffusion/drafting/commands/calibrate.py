@@ -36,7 +36,7 @@ _MAX_FAILURES = 16
 def add_parser(subcommands: Subcommands) -> None:
     parser = subcommands.add_parser(
         "calibrate",
-        help="train a draft on what its server is asked",
+        help="train a draft on the requests of its server",
         description="Record a server's traffic, extract its target's hidden states, train a draft, and "
         "compare it with the old one.",
     )
@@ -57,7 +57,7 @@ def _add_record(steps: Subcommands) -> None:
         "record",
         help="show or clear what a server has recorded, and how to have one record",
         description="Show what is recorded in a folder, and print the command of a server that records "
-        "there. Servers record nothing unless they are told to.",
+        "there. Servers record nothing without the settings in it.",
     )
     parser.add_argument("folder", type=values.folder, help="of the recording")
     values.add_number(parser, "--max-mib", values.integer(), "of the printed command", 64)
@@ -75,8 +75,8 @@ def record(arguments: argparse.Namespace) -> int:
         return 0
     print(_described(folder))
     settings = {"drafting": {"record": {"folder": str(folder), "max_mib": arguments.max_mib}}}
-    words = ["vllm", "serve", "MODEL", "--additional-config", json.dumps(settings)]
-    print(f"To record, with the draft's --speculative-config or without:\n{shlex.join(words)}")
+    command = ["vllm", "serve", "MODEL", "--additional-config", json.dumps(settings)]
+    print(f"To record, with the draft's --speculative-config or without:\n{shlex.join(command)}")
     return 0
 
 
@@ -128,8 +128,8 @@ def collect(arguments: argparse.Namespace) -> int:
         options: dict[str, Any] = {"model": first_model(client), "max_tokens": arguments.max_tokens}
         if arguments.temperature is not None:
             options["temperature"] = arguments.temperature
-        asked = [pool.submit(answer, client, prompt, options) for prompt in prompts]
-        for done, future in enumerate(as_completed(asked), start=1):
+        futures = [pool.submit(answer, client, prompt, options) for prompt in prompts]
+        for done, future in enumerate(as_completed(futures), start=1):
             try:
                 num_tokens += len(future.result())
                 in_a_row = 0
@@ -249,7 +249,7 @@ def _layers_of(draft: Path) -> list[int]:
     layers = draft_config(str(draft)).get("dflash_config", {}).get("target_layer_ids")
     if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
         raise values.UsageError(
-            f"--draft: {draft / 'config.json'} says nothing of dflash_config.target_layer_ids; name the folder of a "
+            f"--draft: {draft / 'config.json'} has no dflash_config.target_layer_ids; name the folder of a "
             "DFlash draft, or the layers with --layer-ids."
         )
     return layers
@@ -312,8 +312,8 @@ def _decision(results: Sequence[Result]) -> str:
     _, old, new = results
     if old.failure or new.failure:
         return ""
-    was, found = verifications(old.rounds), verifications(new.rounds)
-    figures = f"{found.tokens:.2f} tokens a verification, {was.tokens:.2f} of the old one"
-    if found.is_better_than(was):
+    of_old, of_new = verifications(old.rounds), verifications(new.rounds)
+    figures = f"{of_new.tokens:.2f} tokens a verification, {of_old.tokens:.2f} of the old one"
+    if of_new.is_better_than(of_old):
         return f"The new draft is better: {figures}."
     return f"The new draft is not better by {100 * MARGIN:.0f} %: {figures}."

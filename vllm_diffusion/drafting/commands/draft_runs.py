@@ -31,7 +31,7 @@ MODEL_NAME = "target"
 _OPTIONS = ("--served-model-name", MODEL_NAME, "--no-enable-prefix-caching")
 # Of errors pydantic names the field and what is wrong with it in the next two lines.
 _ERROR = r"(?:\w+\.)*\w*(?:Error|Exception): (?:\d+ validation errors? for .*\n.*\n.*|\S.*)"
-# Why a server did not start: as this package says it, else vLLM's parser, else the first error,
+# Why a server did not start: as this package reports it, else vLLM's parser, else the first error,
 # which is the cause of those after it.
 _REASONS = (r"vllm-diffusion: .*", r"vllm[\w. ]*: error: \S.*", _ERROR)
 

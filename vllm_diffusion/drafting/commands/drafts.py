@@ -37,7 +37,7 @@ class Preset:
 
     target: str
     draft: str
-    causal: str = "not known here; vLLM takes layers of type sliding_attention for causal, unless config.json says"
+    causal: str = "not known here; vLLM takes layers of type sliding_attention for causal, unless config.json sets it"
     window: str = "not known here; drafting.window of --additional-config sets one"
     listed_as: str = ""
     block: int = 0
@@ -53,11 +53,11 @@ class Preset:
             "model": self.draft,
             "num_speculative_tokens": (self.block or _DEFAULT_BLOCK) - 1,
         }
-        words = ["vllm", "serve", self.target, "--speculative-config", json.dumps(spec)]
-        return shlex.join([*words, *self.options])
+        arguments = ["vllm", "serve", self.target, "--speculative-config", json.dumps(spec)]
+        return shlex.join([*arguments, *self.options])
 
 
-# Of z-lab's drafts where nothing else is said: its command line for vLLM proposes 15.
+# Of z-lab's drafts where nothing else is stated: its command line for vLLM proposes 15.
 _DEFAULT_BLOCK = 16
 
 
@@ -88,13 +88,15 @@ def run(arguments: argparse.Namespace) -> int:
         print(table([(preset.target, preset.draft) for preset in known]))
         return 0
     wanted = arguments.target.lower().rstrip("/")
-    found = [p for p in known if wanted in (p.target.lower(), p.target.lower().rpartition("/")[2])]
-    if not found:
+    matching = [
+        p for p in known if wanted in (p.target.lower(), p.target.lower().rpartition("/")[2])
+    ]
+    if not matching:
         names = ", ".join(preset.target for preset in known)
         raise values.UsageError(
             f"argument target: no published draft is known for {arguments.target!r}; known targets: {names}."
         )
-    print("\n\n".join(describe(preset) for preset in found))
+    print("\n\n".join(describe(preset) for preset in matching))
     return 0
 
 

@@ -45,7 +45,7 @@ def add_prompts(parser: argparse.ArgumentParser, num_prompts: int, default: str 
     Args:
         parser: Parser of a command that asks servers.
         num_prompts: Default of ``--num-prompts``.
-        default: End of the help of ``--data``: what is asked without it.
+        default: End of the help of ``--data``: the prompts without it.
     """
     parser.add_argument(
         "--data",
@@ -146,7 +146,7 @@ def answer(client: OpenAI, prompt: Prompt, options: Mapping[str, Any]) -> tuple[
 
     Args:
         client: Client of the server.
-        prompt: What is asked.
+        prompt: Its text or messages.
         options: Options of the request, the model among them.
 
     Raises:
@@ -157,10 +157,10 @@ def answer(client: OpenAI, prompt: Prompt, options: Mapping[str, Any]) -> tuple[
     given = list(given) if isinstance(given, tuple) else given
     try:
         if prompt.text is None:
-            found = client.chat.completions.create(messages=given, **options)
+            completion = client.chat.completions.create(messages=given, **options)
         else:
-            found = client.completions.create(prompt=given, **options)
-        return tuple(found.choices[0].token_ids)
+            completion = client.completions.create(prompt=given, **options)
+        return tuple(completion.choices[0].token_ids)
     except Exception as error:
         # Of the HTTP library or of the client's.
         raise AnswerError(reason(error)) from error

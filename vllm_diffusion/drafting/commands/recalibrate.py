@@ -223,7 +223,7 @@ class _Rounds:
         """Wait until the server is idle and enough was recorded."""
         arguments = self.arguments
         idle_since = time.monotonic()
-        told = ""
+        reported = ""
         while True:
             is_busy = _is_busy(arguments.url)
             if is_busy:
@@ -235,8 +235,8 @@ class _Rounds:
             else:
                 self.until = self._times[-1]
                 return
-            if waits != told:
-                told = waits
+            if waits != reported:
+                reported = waits
                 say(f"Waiting: {waits}.")
             time.sleep(_POLL_SECONDS)
 
@@ -286,28 +286,28 @@ class _Rounds:
     def _train(self, work: IdleWork, samples: Path, old: Path, new: Path) -> bool:
         """Train, and return whether the new draft is better than the old one, on answers that neither was trained on."""
         arguments = self.arguments
-        words: list[str] = ["extract", arguments.target, str(arguments.recording)]
-        words += ["--draft", str(old), "--out", str(samples)]
-        words += ["--max-mib", str(max(int(arguments.disk_gib * 2**10), 1))]
-        words += arguments.vllm_options
-        say(work.run("extraction", [*_OURS, *words]).strip().splitlines()[-1])
-        words = ["train", str(samples), "--out", str(new), "--from", str(old)]
-        words += ["--target", arguments.target, "--steps", str(arguments.steps)]
-        words += ["--device", arguments.device]
-        words += ["--minutes", str((work.seconds - work.spent) / 60 * _SHARE_OF_TRAINING)]
-        say(work.run("training", [*_OURS, *words]).strip().splitlines()[-1])
-        words = ["-m", "vllm_diffusion.drafting.calibration.replay", str(samples)]
-        words = [sys.executable, *words, arguments.target, str(new), str(old)]
-        printed = work.run("comparison", words)
-        found: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
+        command: list[str] = ["extract", arguments.target, str(arguments.recording)]
+        command += ["--draft", str(old), "--out", str(samples)]
+        command += ["--max-mib", str(max(int(arguments.disk_gib * 2**10), 1))]
+        command += arguments.vllm_options
+        say(work.run("extraction", [*_OURS, *command]).strip().splitlines()[-1])
+        command = ["train", str(samples), "--out", str(new), "--from", str(old)]
+        command += ["--target", arguments.target, "--steps", str(arguments.steps)]
+        command += ["--device", arguments.device]
+        command += ["--minutes", str((work.seconds - work.spent) / 60 * _SHARE_OF_TRAINING)]
+        say(work.run("training", [*_OURS, *command]).strip().splitlines()[-1])
+        command = ["-m", "vllm_diffusion.drafting.calibration.replay", str(samples)]
+        command = [sys.executable, *command, arguments.target, str(new), str(old)]
+        printed = work.run("comparison", command)
+        figures: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
         say(
-            f"On held-out answers: {found['new']:.2f} tokens a verification, and {found['old']:.2f} of the "
+            f"On held-out answers: {figures['new']:.2f} tokens a verification, and {figures['old']:.2f} of the "
             f"served draft; {work.spent / 60:.1f} minutes."
         )
-        if not found["is_better"]:
+        if not figures["is_better"]:
             say(f"That is not {100 * MARGIN:.0f} % more: {old} is served on.")
             shutil.rmtree(new)
-        return bool(found["is_better"])
+        return bool(figures["is_better"])
 
 
 def _is_busy(url: str) -> bool:

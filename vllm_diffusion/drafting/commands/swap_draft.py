@@ -90,7 +90,7 @@ def add_server(parser: argparse.ArgumentParser) -> None:
 
 
 def add_verifications_gone(parser: argparse.ArgumentParser) -> None:
-    """Refuse the option that said when a server judges a new draft."""
+    """Refuse the option that set when a server judges a new draft."""
     instead = (
         "servers judge no drafts; `calibrate online` and `calibrate compare` do before a swap."
     )

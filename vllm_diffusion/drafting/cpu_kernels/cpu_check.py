@@ -27,11 +27,11 @@ def check_drafts(vllm_config: VllmConfig) -> None:
         )
     is_staged = vllm_config.parallel_config.pipeline_parallel_size > 1
     if is_staged and not vllm_config.scheduler_config.async_scheduling:
-        # vLLM's synchronous scheduler gets the drafts of a step before it knows what that step said, and
+        # vLLM's synchronous scheduler gets the drafts of a step before it knows the tokens of that step, and
         # asks the first stage for fewer tokens than it verifies.
         raise ValueError(
             "--pipeline-parallel-size with --speculative-config does not run with --no-async-scheduling, "
-            "with which vLLM's stages are not told of drafts in time; leave --no-async-scheduling out."
+            "with which drafts do not reach vLLM's stages in time; leave --no-async-scheduling out."
         )
     if is_staged and spec.method == "draft_model":
         # Its first layers lie in a stage that never drafts.

@@ -23,7 +23,7 @@ def _slots(of: Launch, req: int, where: Any) -> Any:
 def dflash_inputs(of: Launch) -> None:
     """Write positions and slots of the context, each request's block, and what is sampled of it.
 
-    The context's rejected tokens, and those that a window has left behind, get no slot. A block is
+    The context's rejected tokens, and those that are before a window, get no slot. A block is
     the anchor and its masks.
     """
     if of.CP_SIZE != 1:

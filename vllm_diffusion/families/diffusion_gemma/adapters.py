@@ -33,7 +33,7 @@ _CONDITIONING = "self_conditioning"
 
 
 class EncoderDecoderLora(LoRAModel):
-    """An adapter: as vLLM's the encoder's part, and beside it the decoder's; either may be empty."""
+    """An adapter: vLLM's holds the encoder's part, and this adds the decoder's; either may be empty."""
 
     decoder: LoRAModel
 

@@ -3,7 +3,7 @@
 Blocks are counted from the start of the prompt and attend in both directions, the prompt's too. Dream-7B
 has the same ``model_type``, another architecture and other layers; its ``config.json`` has no ``block_size``.
 
-Source: a third party's port of the checkpoint's own ``generation_utils.py``, which says that it is exact:
+Source: a third party's port of the checkpoint's own ``generation_utils.py``, which claims to be exact:
 Yanzhen-CN/Benchmark-dllm at b8e8cfb, ``src/dllm_bench/models/dreamreasoner.py``. Layers and configuration:
 SJTU-DENG-Lab/Diffulex at 184ba97, ``diffulex/model/dream_reasoner.py`` and its test. The publisher's own
 files were not found, and no published weights were run.

@@ -1,4 +1,4 @@
-"""The adapter with which Nemotron-Labs' own model drafts, beside its weights."""
+"""The adapter with which Nemotron-Labs' own model drafts, stored next to its weights."""
 
 from __future__ import annotations
 

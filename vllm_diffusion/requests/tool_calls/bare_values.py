@@ -161,8 +161,8 @@ def _renamed(grammar: str, name: str, forbidden: Collection[str] = ()) -> list[s
         rule = pending.pop()
         if rule not in needed:
             needed.append(rule)
-            found = _LITERAL_OR_CLASS.findall(bodies[rule])
-            pending += [part for part in found if part[0] not in '"[']
+            parts = _LITERAL_OR_CLASS.findall(bodies[rule])
+            pending += [part for part in parts if part[0] not in '"[']
 
     def write(match: re.Match[str]) -> str:
         part = match.group()

@@ -189,11 +189,11 @@ class _Rules:
         first_required = next((i for i, (_, required) in enumerate(pairs) if required), None)
         if first_required is not None:
             before = [f'({pair} ",")?' for pair, _ in pairs[:first_required]]
-            behind = [
+            after = [
                 f'"," {pair}' if required else f'("," {pair})?'
                 for pair, required in pairs[first_required + 1 :]
             ]
-            return " ".join([*before, pairs[first_required][0], *behind])
+            return " ".join([*before, pairs[first_required][0], *after])
         alternatives = ['""']
         rest = '""'
         for pair, _ in reversed(pairs):

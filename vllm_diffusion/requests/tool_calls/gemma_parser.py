@@ -39,7 +39,7 @@ class GemmaCallParser(Gemma4Parser):
         tools = getattr(request, "tools", None)
         if not tools:
             return
-        # Asked for every chunk of a stream.
+        # Read for every chunk of a stream.
         if self._read_tools is None or self._read_tools[0] is not tools:
             self._read_tools = (tools, [_with_readable_schema(tool) for tool in tools])
         self._tools = self._read_tools[1]

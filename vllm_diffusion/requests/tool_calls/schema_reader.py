@@ -145,7 +145,9 @@ class _Reader:
                 continue
             if keywords - {name, "type"}:
                 others = ", ".join(sorted(keywords - {name}))
-                raise ToolSchemaError(f"{path} has {name} beside {others}; write it as one schema")
+                raise ToolSchemaError(
+                    f"{path} has {name} together with {others}; write it as one schema"
+                )
             value = self._referred(schema, name, path, inside)
             return _checked(_restricted(value, schema, path), path)
         if not keywords:
@@ -266,7 +268,7 @@ def _text(schema: Mapping[str, Any], path: str) -> Text:
         raise ToolSchemaError(f"{path}.pattern must be a string")
     if low or high is not None:
         raise ToolSchemaError(
-            f"{path}.pattern (or format) is beside a length, and only one of them can be followed; "
+            f"{path}.pattern (or format) is with a length, and only one of the two can be followed; "
             "write the length into the pattern"
         )
     try:
@@ -315,9 +317,11 @@ def _type_of(value: Any, types: list[str]) -> str | None:
 
 def _listed(schema: Mapping[str, Any], types: list[str], path: str) -> dict[str, tuple[Form, ...]]:
     """The forms of ``enum`` and ``const``."""
-    beside = {"properties", "items", "minLength", "maxLength", "pattern", *_BOUNDS}
-    if unfit := schema.keys() & beside:
-        raise ToolSchemaError(f"{path} has {min(unfit)} beside a list of values; leave it out")
+    of_other_forms = {"properties", "items", "minLength", "maxLength", "pattern", *_BOUNDS}
+    if unfit := schema.keys() & of_other_forms:
+        raise ToolSchemaError(
+            f"{path} has {min(unfit)} together with a list of values; leave it out"
+        )
     values = schema.get("enum", [schema.get("const")])
     if not isinstance(values, list) or ("const" in schema and schema["const"] not in values):
         raise ToolSchemaError(f"{path}.enum must be a list, with const in it where both are given")
@@ -333,7 +337,7 @@ def _listed(schema: Mapping[str, Any], types: list[str], path: str) -> dict[str,
             listed.setdefault(name, []).append(value)
     if not listed:
         raise ToolSchemaError(f"{path} allows no value")
-    return {name: (Scalar(tuple(found)),) for name, found in listed.items()}
+    return {name: (Scalar(tuple(same_type)),) for name, same_type in listed.items()}
 
 
 def _any_of(values: list[Value], path: str, *, disjoint: bool) -> Value:
@@ -345,7 +349,7 @@ def _any_of(values: list[Value], path: str, *, disjoint: bool) -> Value:
         for name, forms in value.forms.items():
             if name in merged and (disjoint or name in ("object", "array")):
                 raise ToolSchemaError(
-                    f"{path} has two alternatives of type {name}, which cannot be told apart; write "
+                    f"{path} has two alternatives of type {name}, which look alike; write "
                     "them as one schema"
                 )
             merged[name] = merged.get(name, ()) + forms
@@ -355,7 +359,7 @@ def _any_of(values: list[Value], path: str, *, disjoint: bool) -> Value:
 
 
 def _restricted(value: Value, schema: Mapping[str, Any], path: str) -> Value:
-    """Less the forms that are not of the ``type`` beside alternatives."""
+    """Return ``value`` without the forms that are not of the schema's ``type``."""
     types = _types(schema, path)
     if not types or not value.forms:
         return value

@@ -202,7 +202,7 @@ TEXT = {"type": "string"}
         ({"type": "string", "pattern": "(?=a)b"}, "a.pattern"),
         ({"type": "string", "pattern": "^a$|b"}, "a.pattern"),
         ({"type": "string", "pattern": "^<$"}, "a.pattern"),
-        ({"type": "string", "pattern": "a", "maxLength": 3}, "beside a length"),
+        ({"type": "string", "pattern": "a", "maxLength": 3}, "with a length"),
         ({"type": "number", "multipleOf": 1.7}, "multipleOf"),
         ({"type": "integer", "minimum": 3, "maximum": 2}, "allows no number"),
         ({"anyOf": [TEXT, {"type": "integer", "minimum": 3}]}, "string or integer"),

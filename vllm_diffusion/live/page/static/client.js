@@ -20,7 +20,7 @@ async function fetched(path, options) {
   }
 }
 
-// What a response that is no success says, as an error.
+// The message of a response that is no success, as an error.
 async function refusal(response, key) {
   if (response.status === 401) {
     return new WrongKey(
@@ -28,24 +28,24 @@ async function refusal(response, key) {
           : "Key: the server asks for a key; enter it and press Connect.");
   }
   const body = await response.text().catch(() => "");
-  const said = message(body);
+  const reason = message(body);
   if (response.status === 404) {
-    return new Problem(`Model: ${said || "the server does not serve this model."}`);
+    return new Problem(`Model: ${reason || "the server does not serve this model."}`);
   }
   const subject = response.status < 500 ? "refused the request" : "failed";
-  return new Problem(`Server: it ${subject} with status ${response.status}${said ? `: ${said}` : "."}`);
+  return new Problem(`Server: it ${subject} with status ${response.status}${reason ? `: ${reason}` : "."}`);
 }
 
 function message(body) {
-  let said = body;
+  let text = body;
   try {
     const { error, detail } = JSON.parse(body);
-    said = error?.message ?? detail ?? error ?? "";
+    text = error?.message ?? detail ?? error ?? "";
   } catch {
     // Not every server between this page and vLLM writes JSON.
   }
-  said = typeof said === "string" ? said : JSON.stringify(said);
-  return said.length > MOST_OF_A_MESSAGE ? `${said.slice(0, MOST_OF_A_MESSAGE)}…` : said;
+  text = typeof text === "string" ? text : JSON.stringify(text);
+  return text.length > MOST_OF_A_MESSAGE ? `${text.slice(0, MOST_OF_A_MESSAGE)}…` : text;
 }
 
 // The served model: see vllm_diffusion/live/page/plugin.py.

@@ -9,7 +9,7 @@ export function visible(token) {
 }
 
 export class Grid {
-  // `node` holds a list box and, where what stands behind an answer's end is folded, a button.
+  // `node` holds a list box and, where what follows an answer's end is folded, a button.
   constructor(node, onPosition) {
     this.list = node.querySelector("[role=listbox]");
     this.fold = node.querySelector(".fold");

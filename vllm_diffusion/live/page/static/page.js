@@ -28,7 +28,7 @@ function showKeyForm(isShown) {
   else if (hadFocus) at("prompt").focus();
 }
 
-// Send is off until the server has taken a key, and the reason stands beside it.
+// Send is off until the server has taken a key, and the reason stands next to it.
 function showHint(needsKey) {
   at("prompt-hint").textContent = needsKey ? "Enter the key first; then messages can be sent." : HINT;
   at("prompt-hint").classList.toggle("needed", needsKey);
@@ -64,7 +64,7 @@ async function connect() {
   readLink();
 }
 
-// Fill the page with what its address holds. Nothing is sent before the user says so.
+// Fill the page with what its address holds. Nothing is sent before the user sends it.
 function readLink() {
   const question = questionIn(location.hash);
   if (!question || !model || stopping) return;
@@ -87,14 +87,14 @@ function readLink() {
 function addToLog(who, text) {
   const entry = document.createElement("div");
   const name = document.createElement("b");
-  const said = document.createElement("p");
+  const paragraph = document.createElement("p");
   entry.className = who === "You" ? "entry you" : "entry";
   name.textContent = who;
-  said.textContent = text;
-  entry.append(name, said);
+  paragraph.textContent = text;
+  entry.append(name, paragraph);
   at("log").append(entry);
   scrollLog();
-  return said;
+  return paragraph;
 }
 
 // The page itself stays where it is.
@@ -125,7 +125,7 @@ function bringIntoView(section) {
 }
 
 // What the form asks, or null with a sentence about what is wrong with it.
-function question() {
+function readQuestion() {
   const prompt = at("prompt").value.trim();
   const mistake = mistakeIn([at("seed"), at("max_tokens"), ...settings.controls()]);
   if (mistake || !prompt) {
@@ -146,13 +146,13 @@ function question() {
   };
 }
 
-function bodyOf(asked, values) {
+function bodyOf(question, values) {
   const { temperature, ...ofCanvas } = values;
   return {
-    model: asked.model,
-    messages: [...asked.turns, { role: "user", content: asked.prompt }],
-    seed: asked.seed,
-    max_tokens: asked.maxTokens,
+    model: question.model,
+    messages: [...question.turns, { role: "user", content: question.prompt }],
+    seed: question.seed,
+    max_tokens: question.maxTokens,
     ...(temperature === undefined ? {} : { temperature }),
     stream: true,
     stream_options: { include_usage: true },
@@ -166,32 +166,32 @@ function bodyOf(asked, values) {
 }
 
 // Of an answer without text, in the place where that would be.
-function explain(said, why) {
-  said.textContent = `No text: ${why}.`;
-  said.className = "why";
+function explain(paragraph, why) {
+  paragraph.textContent = `No text: ${why}.`;
+  paragraph.className = "why";
 }
 
-async function answer(asked, values, panel, said, signal) {
+async function answer(question, values, panel, paragraph, signal) {
   let text = "";
   try {
-    for await (const chunk of chunksOf(bodyOf(asked, values), key, signal)) {
+    for await (const chunk of chunksOf(bodyOf(question, values), key, signal)) {
       const committed = panel.take(chunk);
       if (committed) {
         text += committed;
-        // A screen reader says what is added to a log.
-        said.append(committed);
+        // A screen reader reads out what is added to a log.
+        paragraph.append(committed);
         scrollLog();
       }
     }
   } catch (error) {
     const isStopped = error.name === "AbortError";
     panel.end(isStopped ? "Stopped" : "Ended before the answer was whole");
-    if (!text) explain(said, isStopped ? "you stopped it" : "it ended before it was whole");
+    if (!text) explain(paragraph, isStopped ? "you stopped it" : "it ended before it was whole");
     if (!isStopped) throw error;
     return null;
   }
   panel.end("Done");
-  if (!text) explain(said, panel.whyEmpty());
+  if (!text) explain(paragraph, panel.whyEmpty());
   return text;
 }
 
@@ -205,7 +205,7 @@ function titleOf(choices, index) {
   return Object.keys(choices[0]).length ? ["Answer: ", ...inWords(choices[0])] : ["Answer"];
 }
 
-// Stop stands in the place of Send, with the keyboard on whichever is there; `controller` is null behind an answer.
+// Stop stands in the place of Send, with the keyboard on whichever is there; `controller` is null after an answer.
 function showAnswering(controller) {
   const hadFocus = [at("send"), at("stop")].includes(document.activeElement);
   stopping = controller;
@@ -215,30 +215,30 @@ function showAnswering(controller) {
 }
 
 async function ask() {
-  const asked = question();
-  if (!asked) return;
+  const question = readQuestion();
+  if (!question) return;
   say("");
   showAnswering(new AbortController());
-  const names = asked.choices.length > 1 ? ["A", "B"] : ["Model"];
-  showPanels(asked.choices.map((values, index) =>
-    new Panel(titleOf(asked.choices, index), model.end_tokens, canvasLength(values))));
-  addToLog("You", asked.prompt);
-  const said = names.map((name) => addToLog(name, ""));
+  const names = question.choices.length > 1 ? ["A", "B"] : ["Model"];
+  showPanels(question.choices.map((values, index) =>
+    new Panel(titleOf(question.choices, index), model.end_tokens, canvasLength(values))));
+  addToLog("You", question.prompt);
+  const paragraphs = names.map((name) => addToLog(name, ""));
   at("prompt").value = "";
-  at("link").value = `${location.origin}${location.pathname}${fragmentOf(asked)}`;
+  at("link").value = `${location.origin}${location.pathname}${fragmentOf(question)}`;
   at("share").hidden = false;
   at("copied").textContent = "";
   bringIntoView(at("canvases"));
-  const ended = await Promise.allSettled(asked.choices.map((values, index) =>
-    answer(asked, values, panels[index], said[index], stopping.signal)));
+  const ended = await Promise.allSettled(question.choices.map((values, index) =>
+    answer(question, values, panels[index], paragraphs[index], stopping.signal)));
   showAnswering(null);
   const failed = ended.find((end) => end.status === "rejected");
   if (!failed && ended[0].value !== null) {
     // A chat goes on from the answer with the first settings.
-    turns = [...asked.turns, { role: "user", content: asked.prompt }, { role: "assistant", content: ended[0].value }];
+    turns = [...question.turns, { role: "user", content: question.prompt }, { role: "assistant", content: ended[0].value }];
     return;
   }
-  at("prompt").value = asked.prompt;
+  at("prompt").value = question.prompt;
   if (failed) report(failed.reason);
 }
 

@@ -78,7 +78,7 @@ export class Panel {
   #takeFrame(frame) {
     const follows = this.#isAtEnd();
     const earlier = this.frames.findLast((other) => other.block < frame.block);
-    // The last frame of a canvas holds what is committed; over chat a thought is beside the text.
+    // The last frame of a canvas holds what is committed; over chat a thought is apart from the text.
     const before = earlier ? earlier.before + earlier.written : "";
     this.frames.push({ ...frame, before, written: (frame.reasoning ?? "") + frame.text });
     this.range.max = this.frames.length - 1;
@@ -119,7 +119,7 @@ export class Panel {
     const tokens = `${numTokens} token${numTokens === 1 ? "" : "s"}`;
     const after = numTokens > 1 ? `after ${tokens} without text` : "with its first token";
     return {
-      stop: `the model ended it ${this.hasThought ? "behind its thought" : after}`,
+      stop: `the model ended it ${this.hasThought ? "after its thought" : after}`,
       length: typeof cause === "string" ? cause : `it was cut at its longest, ${tokens}`,
       repetition: "its tokens repeated themselves",
       abort: "the server gave it up",
@@ -156,14 +156,14 @@ export class Panel {
     this.draft.textContent = frame.is_last ? "" : frame.written;
   }
 
-  // How many positions are up to the first end token, and what to call those behind it.
+  // How many positions are up to the first end token, and what to call those after it.
   #fold(tokens) {
     const end = tokens.findIndex((token) => this.endTokens.has(token));
-    const behind = end < 0 ? [] : tokens.slice(end + 1);
-    if (!behind.length) return [tokens.length, ""];
-    const noun = behind.length === 1 ? "end token" : "end tokens";
-    const areEnds = behind.every((token) => this.endTokens.has(token));
-    return [end + 1, `${behind.length} ${areEnds ? noun : "behind the end"}`];
+    const after = end < 0 ? [] : tokens.slice(end + 1);
+    if (!after.length) return [tokens.length, ""];
+    const noun = after.length === 1 ? "end token" : "end tokens";
+    const areEnds = after.every((token) => this.endTokens.has(token));
+    return [end + 1, `${after.length} ${areEnds ? noun : "after the end"}`];
   }
 
   #replay() {

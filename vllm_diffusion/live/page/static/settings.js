@@ -1,6 +1,6 @@
-// Controls for what a request may set, made from what the server says of its model, and the link.
+// Controls for what a request may set, made from what the server reports of its model, and the link.
 
-// Shown at once; the rest is behind "More".
+// Shown at once; the rest is under "More".
 const COMMON = ["temperature", "diffusion_preset", "diffusion_max_steps"];
 // What any model takes besides the settings of its canvases.
 const TEMPERATURE = {
@@ -8,8 +8,8 @@ const TEMPERATURE = {
 };
 
 function titled(name) {
-  const words = name.replace(/^diffusion_/, "").replaceAll("_", " ");
-  return words[0].toUpperCase() + words.slice(1);
+  const title = name.replace(/^diffusion_/, "").replaceAll("_", " ");
+  return title[0].toUpperCase() + title.slice(1);
 }
 
 function number(value) {
@@ -108,7 +108,7 @@ export class Settings {
     return this.compare.checked ? 2 : 1;
   }
 
-  // Controls of what is asked for.
+  // Controls of what is requested.
   controls() {
     return this.rows.flatMap((row) => row.controls.slice(0, this.numChoices));
   }
@@ -155,15 +155,15 @@ export function mistakeIn(controls) {
 // What a choice sets, in a few words for a heading; what another one sets otherwise is marked.
 export function inWords(values, other = values) {
   const names = [...new Set([...Object.keys(values), ...Object.keys(other)])].sort();
-  const words = names.flatMap((name) => {
+  const parts = names.flatMap((name) => {
     const title = titled(name).toLowerCase();
     const word = name in values ? `${title} ${values[name]}` : `the server's ${title}`;
     return [", ", values[name] === other[name] ? word : element("mark", {}, word)];
   });
-  return words.length ? words.slice(1) : ["the server's own"];
+  return parts.length ? parts.slice(1) : ["the server's own"];
 }
 
-// A question and what it is asked with, as the fragment of an address, which is sent to no server.
+// A question and its settings, as the fragment of an address, which is sent to no server.
 export function fragmentOf({ model, turns, prompt, seed, maxTokens, choices }) {
   const fields = new URLSearchParams({ model, prompt, seed, max_tokens: maxTokens });
   for (const turn of turns) fields.append("turn", turn.content);
