@@ -141,6 +141,34 @@ def test_structured_outputs_that_are_no_object(value: Any, server: Server) -> No
     assert response.json()["error"]["param"] == "structured_outputs"
 
 
+DEEP = '{"a":' * 3000 + "1" + "}" * 3000
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": DEEP}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        *(
+            (path, body | {"structured_outputs": {"json": text}}, "structured_outputs")
+            for path, body in (
+                ("/v1/completions", {"prompt": "hello"}),
+                ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+                ("/v1/responses", {"input": "hi"}),
+            )
+            for text in (
+                DEEP,
+                '{"enum": [-9223372036854775808], "pattern": "a"}',
+                '{"multipleOf": 999983}',
+            )
+        ),
+        ("/tokenize", {"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, "messages"),
+    ],
+)
+def test_text_that_holds_json(path: str, body: Any, field: str, server: Server) -> None:
+    """What it holds is refused as it is in a body: it is no error of the server, and does not end it."""
+    _assert_refused(server.post(path, body), field)
+
+
 @pytest.mark.parametrize("n", [129, 10_000])
 def test_many_answers(n: int, server: Server) -> None:
     """One request cannot keep a server busy for minutes; how to allow it is said."""

@@ -20,7 +20,10 @@ SCALARS = st.one_of(
         {"type": st.sampled_from(["integer", "number"])},
         optional={"minimum": st.integers(-99, 0), "exclusiveMaximum": st.integers(1, 120)},
     ),
-    st.integers(1, 12).map(lambda step: {"type": "integer", "multipleOf": step}),
+    st.fixed_dictionaries(
+        {"type": st.just("integer"), "multipleOf": st.integers(1, 12)},
+        optional={"minimum": st.integers(0, 1)},
+    ),
     st.sampled_from(["date", "uuid", "email", "time", "uri", "int32"]).map(
         lambda name: {"type": "string", "format": name}
     ),

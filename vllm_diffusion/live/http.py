@@ -23,6 +23,7 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.scale_out.render.serving import ServingRender
 from vllm.entrypoints.serve import create_error_response
+from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.exceptions import VLLMValidationError
 
 from vllm_diffusion.hooks.replacement import replaces_call
@@ -199,6 +200,14 @@ class RenderingFrames(ServingRender):
         return await super().render_completion_request(request, *args, **kwargs)
 
 
+class CheckedTokenization(ServingTokenization):
+    """``/tokenize``, which reads the calls of earlier turns as a chat does."""
+
+    async def create_tokenize(self, request: Any, raw_request: Any) -> Any:
+        check_fields(request)
+        return await super().create_tokenize(request, raw_request)
+
+
 class CheckedModels(OpenAIServingModels):
     """Models and adapters of a server, which refuses an adapter that would end its engine."""
 
@@ -230,6 +239,7 @@ class CheckedModels(OpenAIServingModels):
 # By name in the state of vLLM's server.
 ENDPOINTS: dict[str, type] = {
     "serving_render": RenderingFrames,
+    "serving_tokenization": CheckedTokenization,
     "openai_serving_chat": ChatWithFrames,
     "openai_serving_completion": CompletionsWithFrames,
     "openai_serving_chat_batch": ChatBatchWithoutFrames,

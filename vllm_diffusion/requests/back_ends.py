@@ -50,6 +50,9 @@ _OF_TYPE: Mapping[str, tuple[str, ...]] = {
 # What may stand alone, without a type.
 _ALONE = ("enum", "const", "$ref", "anyOf")
 _POINTER = re.compile(r"#(/[^%]*)?")
+# The greatest integer that a back end writes as it is listed. llguidance writes a larger one with other
+# digits, and ends the process at -2**63; xgrammar rounds it.
+_MOST_LISTED = {"guidance": 2**53, "xgrammar": 2**63 - 1}
 
 
 def schema_refusal(schema: Any, back_end: str) -> str | None:
@@ -66,6 +69,8 @@ def schema_refusal(schema: Any, back_end: str) -> str | None:
             keyword = next((key for key in part if key in _UNKNOWN_TO_GUIDANCE), None)
         else:
             keyword = _unfollowed(part)
+        if keyword is None:
+            keyword = _unwritten(part, _MOST_LISTED[back_end])
         if keyword is not None:
             return f"{path}/{keyword} is not supported"
     if back_end == "guidance":
@@ -105,6 +110,19 @@ def _unfollowed(part: Mapping[str, Any]) -> str | None:
     needed = {*map(str, part.get("required") or ())}
     if not needed <= {*(part.get("properties") or {})}:
         return "required"
+    return None
+
+
+def _unwritten(part: Mapping[str, Any], most: int) -> str | None:
+    """Return the keyword of a schema that lists an integer beyond ``most``, however deep."""
+    for key in ("const", "enum"):
+        pending = [part.get(key)]
+        while pending:
+            value = pending.pop()
+            if isinstance(value, int) and abs(value) > most:
+                return f"{key}, with an integer beyond {most},"
+            if isinstance(value, (list, Mapping)):
+                pending += value.values() if isinstance(value, Mapping) else value
     return None
 
 
@@ -149,11 +167,12 @@ def follow(constraint: Any, back_end: str) -> str | None:
     if constraint.structural_tag is None:
         return None
     tag = _loaded(constraint.structural_tag)
+    writer = "guidance" if back_end == "guidance" else "xgrammar"
     for holder, key in _tag_schemas(tag):
         holder[key] = simplified(holder[key])
         if holder.get("style", "json") == "json":
-            holder[key] = _written_for(holder[key], "xgrammar")
-        if problem := schema_refusal(holder[key], "xgrammar"):
+            holder[key] = _written_for(holder[key], writer)
+        if problem := schema_refusal(holder[key], writer):
             return f"{problem} in a tool call of this parser"
     constraint.structural_tag = json.dumps(tag)
     return None

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -120,6 +122,8 @@ def sampling_problems(params: Any) -> Iterator[tuple[str, str, Any]]:
 # take it 2 s and 100 MB, 1,000,000 more than a minute, 1,000,000,000 all memory.
 MOST_ITEMS = 10_000
 _COUNTS = ("minItems", "maxItems")
+# It has a state for each remainder: 10,000 take 0.1 s, 1,000,000 take 20 s.
+MOST_REMAINDERS = 10_000
 
 
 def schema_problem(structured_outputs: Any) -> str | None:
@@ -131,30 +135,57 @@ def schema_problem(structured_outputs: Any) -> str | None:
     for text in (structured_outputs.json, structured_outputs.structural_tag):
         try:
             schema = json.loads(text) if isinstance(text, str) else text
+        except RecursionError:
+            return f"is nested too deeply; up to {MOST_LEVELS} levels are supported."
         except ValueError:
             # vLLM names what is wrong with it.
             continue
+        # A schema that is no text has been looked at with its body, but for vllm.LLM.
+        if problem := _unsendable(schema):
+            return problem
         num_items = sum(_counts(schema))
         if num_items > MOST_ITEMS:
             return (
                 f"has a schema whose minItems and maxItems add up to {num_items}; up to "
                 f"{MOST_ITEMS} are supported: lower them, or leave maxItems out."
             )
+        # A value may have to be a multiple of several.
+        if math.lcm(*_steps(schema)) > MOST_REMAINDERS:
+            return (
+                "has a schema whose multipleOf is too large for a grammar, alone or with others: without "
+                f"zeros at the end and decimal points their least common multiple may be "
+                f"{MOST_REMAINDERS}; lower it, or leave it out."
+            )
     return None
 
 
-def _counts(schema: Any) -> Iterator[int]:
-    """Yield the counts of a schema, however deep."""
+def _parts(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the objects of a schema, however deep."""
     pending = [schema]
     while pending:
         part = pending.pop()
         if isinstance(part, Mapping):
-            for name in _COUNTS:
-                if isinstance(count := part.get(name), (int, float)) and count > 0:
-                    yield int(min(count, 10**18))
+            yield part
             pending += part.values()
         elif isinstance(part, list):
             pending += part
+
+
+def _counts(schema: Any) -> Iterator[int]:
+    """Yield the counts of a schema."""
+    for part in _parts(schema):
+        for name in _COUNTS:
+            if isinstance(count := part.get(name), (int, float)) and count > 0:
+                yield int(min(count, 10**18))
+
+
+def _steps(schema: Any) -> Iterator[int]:
+    """Yield the digits of the steps of a schema, less the zeros at their ends."""
+    for part in _parts(schema):
+        step = part.get("multipleOf")
+        if isinstance(step, (int, float)) and math.isfinite(step) and step > 0:
+            digits = "".join(map(str, Decimal(str(step)).as_tuple().digits))
+            yield int(digits.rstrip("0"))
 
 
 def text_problems(params: Any) -> Iterator[tuple[str, str]]:

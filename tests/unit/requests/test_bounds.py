@@ -140,7 +140,9 @@ def within(schema: Any, depth: int) -> Any:
     return schema
 
 
-@given(st.integers(0, 2 * MOST_ITEMS), st.integers(0, 10**30), st.integers(0, 200), st.booleans())
+@given(
+    st.integers(0, 2 * MOST_ITEMS), st.integers(0, 2**64 - 1), st.integers(0, 120), st.booleans()
+)
 def test_items(least: int, most: int, depth: int, as_text: bool) -> None:
     """Refused if and only if the counts add up to more than are compiled, wherever they stand."""
     schema = within({"type": "array", "minItems": least, "maxItems": most}, depth)
@@ -148,6 +150,40 @@ def test_items(least: int, most: int, depth: int, as_text: bool) -> None:
     problem = schema_problem(constraint)
     assert (problem is not None) == (least + most > MOST_ITEMS)
     assert problem is None or "minItems" in problem
+
+
+@pytest.mark.parametrize(
+    ("step", "fits"), [(10**9, True), (86400, True), (0.001, True), (999983, False), (2**31, False)]
+)
+@pytest.mark.parametrize("as_text", [True, False])
+def test_steps(step: float, fits: bool, as_text: bool) -> None:
+    """A step of many remainders is not compiled, nor are several that have many together."""
+    for schema in (
+        within({"multipleOf": step}, 2),
+        {"allOf": [{"multipleOf": step}, {"multipleOf": 1}]},
+    ):
+        constraint = StructuredOutputsParams(json=json.dumps(schema) if as_text else schema)
+        problem = schema_problem(constraint)
+        assert (problem is None) == fits
+        assert problem is None or "multipleOf" in problem
+    several = {"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}
+    assert "multipleOf" in str(schema_problem(StructuredOutputsParams(json=several)))
+
+
+@pytest.mark.parametrize("field", ["json", "structural_tag"])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"a":' * 3000 + "1" + "}" * 3000, "nested"),
+        ('{"a":' * 600 + "1" + "}" * 600, "nested"),
+        ('{"const": 1180591620717411303424}', "64 bits"),
+        ('{"properties": {"\\ud800": {}}}', "surrogate"),
+    ],
+    ids=["3000 levels", "600 levels", "integer", "surrogate"],
+)
+def test_schemas_that_are_text(field: str, text: str, words: str) -> None:
+    """What is refused in a body is refused in the text of a schema."""
+    assert words in str(schema_problem(StructuredOutputsParams(**{field: text})))
 
 
 def test_tools_are_looked_at_too() -> None:

@@ -224,6 +224,28 @@ def test_place_of_a_refusal(schema, place):
     assert str(schema_refusal(simplified(schema), "guidance")).startswith(place)
 
 
+LARGE = [sign * (2**bits + more) for sign in (-1, 1) for bits in (53, 63) for more in (-1, 0, 1)]
+
+
+@pytest.mark.parametrize("value", [*LARGE, 2**64 - 1], ids=str)
+@pytest.mark.parametrize("kind", ["const", "enum", "in an array"])
+def test_large_integers_that_are_listed(kind, value):
+    """They are written digit by digit or refused; of -2**63 llguidance ends its process."""
+    schema = {"enum": {"type": "integer", "enum": [value]}, "const": {"const": value}}.get(
+        kind, {"const": [{"a": value}]}
+    )
+    words, listed = simplified(schema), schema.get("const", value)
+    followed = [name for name in BACK_ENDS if schema_refusal(words, name) is None]
+    assert followed == [
+        name
+        for name, bits in (("guidance", 53), ("xgrammar", 63))
+        if abs(value) <= 2**bits - (bits == 63)
+    ]
+    assert all(
+        BACK_ENDS[name](words)(json.dumps(listed, separators=(",", ":"))) for name in followed
+    )
+
+
 @pytest.mark.parametrize(
     "key", ["discriminator", "x-order", "markdownDescription", "title", "example"]
 )
@@ -289,6 +311,7 @@ def test_schemas_of_a_structural_tag():
         return StructuredOutputsParams(structural_tag=json.dumps(tag))
 
     assert "#/not" in str(follow(constraint({"not": {}}), "auto"))
+    assert "#/const" in str(follow(constraint({"const": 1 - 2**63}), "guidance"))
     followed = constraint({"type": "string", "maxLength": 2})
     assert follow(followed, "auto") is None
     assert "pattern" in followed.structural_tag

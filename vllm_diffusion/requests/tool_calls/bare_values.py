@@ -94,11 +94,14 @@ def _multiples(name: str, step: float, limits: Mapping[str, Any]) -> list[str]:
         return [f"{name} ::= {values}"]
     if divisor == 1:
         return number_rules(name, True, limits)
-    if limits or divisor > MOST_REMAINDERS:
+    # With no more than a sign to leave out, and zero.
+    is_unsigned = first in (0, divisor) and high == MOST_INTEGER
+    if (limits and not is_unsigned) or divisor > MOST_REMAINDERS:
         raise UnwritableError(
             "cannot be written with these bounds, since it leaves too many numbers"
         )
-    rules = [f'{name} ::= "0" | "-"? {name}_start']
+    zero, sign = '"0" | ' if first <= 0 else "", "" if limits else '"-"? '
+    rules = [f"{name} ::= {zero}{sign}{name}_start"]
     for remainder in ["start", *range(divisor)]:
         digits = [
             f'"{digit}" {name}_{(10 * (0 if remainder == "start" else remainder) + digit) % divisor}'
