@@ -183,6 +183,18 @@ def test_key_form(stub: Stub, new_page: Callable[..., Page]) -> None:
         expect(page.locator("#change-key")).to_be_hidden()
 
 
+def test_narrow_screen(new_page: Callable[..., Page]) -> None:
+    """Nothing is wider than 400 pixels, though the model's name is a path and two choices are compared."""
+    with running_stub(name="/a/path/that/goes/on" * 8) as stub:
+        page = new_page(stub.url, viewport={"width": 400, "height": 800})
+        expect(page.locator("#prompt-hint")).to_be_visible()
+        connect(page, page_stub.KEY)
+        page.get_by_label("Compare two choices").check()
+        page.get_by_text("More", exact=True).click()
+        ask(page, "hostile", panels=2)
+        assert page.evaluate("document.scrollingElement.scrollWidth") <= 400
+
+
 def test_cold_server(stub: Stub, new_page: Callable[..., Page]) -> None:
     """Before the first step there is an empty canvas, and the seconds run."""
     page = new_page(stub.url)

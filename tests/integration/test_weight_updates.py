@@ -333,6 +333,26 @@ def test_diffusion_gemma(tmp_path: Path) -> None:
         assert logprobs.tolist() == pytest.approx(reported, abs=1e-3)
 
 
+@pytest.mark.slow
+def test_two_scalars(tmp_path: Path) -> None:
+    """Encoder and decoder with scalars of their own: those of the new folder act."""
+    folders = []
+    for seed, factor in ((7, 0.8), (8, 1.2)):
+        weights = changed_weights(SHIPPED, seed)
+        for name in weights:
+            if name.endswith("layer_scalar") and "encoder" in name:
+                weights[name] = weights[name] * factor
+        folders.append(written(tmp_path / str(seed), weights, SHIPPED))
+    fresh = []
+    for folder in folders:
+        with TracedEngine(folder) as engine:
+            fresh.append(answers(engine))
+    with TracedEngine(folders[0]) as engine:
+        for index in (1, 0, 1):
+            reload(engine, folders[index])
+            assert answers(engine) == fresh[index]
+
+
 @dataclasses.dataclass
 class Nothing(WeightTransferInitInfo):
     """Settings of the transfer."""
