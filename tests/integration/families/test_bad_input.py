@@ -51,6 +51,7 @@ MODELS: dict[str, Callable[[], TinyModel]] = {
     "no_blocks": replace(tiny.sdar, block_length_key=None),
     "dream": tiny.dream,
     "llada": tiny.llada,
+    "llada_moe": tiny.llada_moe,
     "llada2": llada2,
     "llada2_2": llada2_2,
     "nemotron": tiny.nemotron,

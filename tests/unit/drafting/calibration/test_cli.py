@@ -240,7 +240,7 @@ def test_refused_extraction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (
             '{"token_ids": [1, 2]}',
             ("--draft", tmp_path),
-            "nothing of dflash_config.target_layer_ids",
+            "has no dflash_config.target_layer_ids",
         ),
     ):
         own.write_text(content)

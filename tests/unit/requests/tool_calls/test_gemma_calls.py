@@ -211,7 +211,7 @@ TEXT = {"type": "string"}
         ({"anyOf": [TEXT, {"enum": [1, 2]}]}, "string or integer"),
         ({"anyOf": [{"type": "object"}, {"type": "object"}]}, "two alternatives of type object"),
         ({"allOf": [TEXT, TEXT]}, "allOf is not supported"),
-        ({"anyOf": [TEXT], "maxLength": 3}, "anyOf beside maxLength"),
+        ({"anyOf": [TEXT], "maxLength": 3}, "anyOf together with maxLength"),
         ({"enum": [[1]]}, "array or an object"),
         ({"enum": []}, "allows no value"),
         ({"type": "string", "enum": [1]}, "allows no value"),
