@@ -46,16 +46,14 @@ class ThoughtEnds:
 
         Args:
             slot: The slot.
-            tokens: That end a thought, at most :data:`MOST_THOUGHT_END`; none if nothing is boosted.
+            tokens: That end a thought, 1 to :data:`MOST_THOUGHT_END`.
             num_prompt: Tokens of the prompt.
             total: Tokens of the answer at most.
         """
-        self.remove_request(slot)
-        if tokens:
-            row = (len(tokens), num_prompt, total, *tokens)
-            self._owned[slot] = tokens
-            padded = torch.tensor([*row, *[-1] * (self._held.shape[1] - len(row))])
-            self._held[slot] = async_tensor_h2d(padded.numpy(), device=self._held.device)
+        row = (len(tokens), num_prompt, total, *tokens)
+        self._owned[slot] = tokens
+        padded = torch.tensor([*row, *[-1] * (self._held.shape[1] - len(row))])
+        self._held[slot] = async_tensor_h2d(padded.numpy(), device=self._held.device)
 
     def remove_request(self, slot: int) -> None:
         """Forget a slot's owner."""

@@ -308,6 +308,15 @@ _IN_BLOCKS: dict[str, Any] = {
     "additional_config": {"diffusion": {"block_length": 16, "max_denoising_steps": 16}}
 }
 
+_whole = partial(
+    Case,
+    strategies=("dynamic", "static", "random"),
+    filters=(),
+    stepped=("static", "random"),
+    options=_IN_BLOCKS,
+    is_asynchronous=False,
+)
+
 # LLaDA2.1's rule has to be asked for where the folder is named otherwise.
 _EDITING: dict[str, Any] = {"additional_config": {"diffusion": {"rule": "reveal_and_edit"}}}
 
@@ -332,33 +341,9 @@ CASES: dict[str, Case] = {
         tiny.dream_reasoner, partial(_sdar, generate=dream_reasoner.generate), stepped=_ALL
     ),
     "a2d": Case(tiny.a2d, _bd3lm, ("dynamic", "static"), filters=(), stepped=("static",)),
-    "llada": Case(
-        tiny.llada,
-        _llada,
-        ("dynamic", "static", "random"),
-        filters=(),
-        stepped=("static", "random"),
-        options=_IN_BLOCKS,
-        is_asynchronous=False,
-    ),
-    "llada-moe": Case(
-        tiny.llada_moe,
-        _llada,
-        ("dynamic", "static", "random"),
-        filters=(),
-        stepped=("static", "random"),
-        options=_IN_BLOCKS,
-        is_asynchronous=False,
-    ),
-    "illada": Case(
-        tiny.illada,
-        partial(_llada, is_growing=True),
-        ("dynamic", "static", "random"),
-        filters=(),
-        stepped=("static", "random"),
-        options=_IN_BLOCKS,
-        is_asynchronous=False,
-    ),
+    "llada": _whole(tiny.llada, _llada),
+    "llada-moe": _whole(tiny.llada_moe, _llada),
+    "illada": _whole(tiny.illada, partial(_llada, is_growing=True)),
 }
 
 # One for each way in which canvases lie, and the one whose rows are routed by block.

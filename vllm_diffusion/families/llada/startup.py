@@ -43,6 +43,13 @@ OPTIONS: dict[str, Any] = {
     "at_request_temperature": False,
     "spreads_masks": True,
 }
+# Of LLaDA and LLaDA-MoE.
+_SETTINGS: dict[str, float | str] = {
+    "reveal_threshold": 0.9,
+    "strategy": "static",
+    "block_length": 128,
+    "max_denoising_steps": 128,
+}
 # The loop's own; ``config.json`` has the first one too.
 _ENDS = {"end_token_id": 126081, "turn_end_token_id": 126348}
 # Names of a Llama's modules, to the published ones.
@@ -157,12 +164,7 @@ class LLaDAEngineConfig(WholeSequenceEngineConfig):
     rules = {
         "reveal_in_blocks": PublishedRule(
             partial(RevealEndsLast, **OPTIONS, **_ENDS),
-            {
-                "reveal_threshold": 0.9,
-                "strategy": "static",
-                "block_length": 128,
-                "max_denoising_steps": 128,
-            },
+            _SETTINGS,
         )
     }
     mask_token_id = 126336
@@ -189,12 +191,7 @@ class LLaDAMoEEngineConfig(WholeSequenceEngineConfig):
     rules = {
         "reveal_in_blocks": PublishedRule(
             partial(RevealInBlocks, **OPTIONS),
-            {
-                "reveal_threshold": 0.9,
-                "strategy": "static",
-                "block_length": 128,
-                "max_denoising_steps": 128,
-            },
+            _SETTINGS,
         )
     }
     mask_token_id = 156895
