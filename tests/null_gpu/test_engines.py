@@ -21,6 +21,8 @@ SERVE = "tests.null_gpu.engine_cases:serve"
 # The versions of LLaDA2 before it differ from 2.2 in their rule alone, and SDAR's block of 32 in a number: they are
 # rehearsed.
 FAMILIES = [name for name in CASES if name not in ("llada2.0", "llada2.1", "sdar-block-32")]
+FAMILIES.append("dream")
+WHOLE_SEQUENCES = ("llada", "llada-moe", "illada", "dream")
 # One for each layout but DiffusionGemma's, and the rows that it rounds up to.
 LAYOUTS = {"sdar": 4, "llada2.2": 32, "nemotron": 1, "fast-dllm": 32}
 # What their starts have besides a server's defaults.
@@ -87,7 +89,7 @@ def test_a_family_starts_captured(null_gpu, tmp_path, family):
     if family in LAYOUTS:
         assert_every_row(found["every_row"], LAYOUTS[family])
     # Attention of whole sequences reads how long these are.
-    graphs = "FULL_AND_PIECEWISE" if CASES[family].is_asynchronous else "PIECEWISE"
+    graphs = "PIECEWISE" if family in WHOLE_SEQUENCES else "FULL_AND_PIECEWISE"
     assert found["chosen"]["graphs"] == graphs
     assert found["chosen"]["attention"] == ["CanvasAttentionImpl"]
     assert found["chosen"]["checked_kinds"] == found["chosen"]["kinds"]

@@ -321,7 +321,10 @@ class PassRows:
         within = row - numbers.row_start[request] + layout.first_sampled(slots.num_given[slot])
         # The rows of a canvas are the last ones of their request; a row that seeds one is the last.
         start, end = numbers.query_start[request], numbers.query_start[request + 1]
-        at = end - numbers.num_canvas[request].clamp(min=1) + within
+        num_canvas = numbers.num_canvas[request].clamp(min=1)
+        # The host counts rows of a block that the device may have emitted since.
+        within = torch.minimum(within, num_canvas - 1)
+        at = end - num_canvas + within
         index.copy_(torch.where(is_row, at, 0))
         position.copy_(torch.where(is_row, within, 0))
         offset.copy_(torch.where(is_row, at - start, 0))

@@ -137,7 +137,9 @@ class CanvasStep:
 
     def _advance(self, statistics: SlotStatistics, slot_pass: SlotPass) -> StepOutput:
         slots = self._slots
-        has_rows = slot_pass.num_rows > 0
+        # Without a row after its given positions a canvas waits: an asynchronous pass may be of the rows
+        # before a block was emitted, or after the last one.
+        has_rows = slot_pass.num_rows > slots.num_given
         denoised = has_rows & (slots.phase == _DENOISING)
         committed = has_rows & (slots.phase == _COMMITTING)
         position = torch.arange(slots.canvas_length, device=has_rows.device)[None, :]

@@ -21,8 +21,9 @@ class PassOrder:
     Attributes:
         commits: A canvas is emitted by a commit. Otherwise the step that converges emits it, and its tokens are
             encoded like a prompt's. There is a commit in the asynchronous order, which schedules the
-            next pass before it is known whether a step converged; where that pass verifies a draft; and
-            where a last step may itself leave final keys and values, and then takes the commit's place.
+            next pass before it is known whether a step converged, unless that pass runs the same rows
+            anyhow; where that pass verifies a draft; and where a last step may itself leave final keys
+            and values, and then takes the commit's place.
         commit_encodes: The commit encodes the canvas. Without it, no row of a canvas runs as a known
             token.
         prompt_with_step: The end of a prompt and the first step of its canvas share a pass. Not where a
@@ -47,7 +48,8 @@ class PassOrder:
             is_async: Passes are scheduled before the last one's output is known.
             own_attention: This package's back end attends, and not one of vLLM's.
         """
-        commits = is_async or spec.rule.can_finish_kv or spec.layout.verifies
+        needs_commit = is_async and not spec.layout.holds_sequence
+        commits = needs_commit or spec.rule.can_finish_kv or spec.layout.verifies
         shares = own_attention and not spec.layout.starts_from_commit
         return cls(
             commits=commits,

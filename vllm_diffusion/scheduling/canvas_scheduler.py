@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from vllm.config import VllmConfig
@@ -240,11 +241,13 @@ class CanvasScheduling(Scheduler):
             is_stale = request.num_stale_output_tokens > 0
             is_lost = is_stale and (num_emitted == 0 or request.drop_stale_output)
             num_denoised = len(canvas)
-            if (
-                num_emitted
+            is_commit = (
+                num_emitted > 0
                 and self.order.commit_encodes
                 and not arguments_of(request.sampling_params).read_only
-            ):
+            )
+            # Nor is one that was scheduled before its block was emitted.
+            if is_commit or num_denoised <= self.spec.num_given(request.num_tokens):
                 num_denoised = 0
             yield ReturnedPart(
                 request,
@@ -346,7 +349,8 @@ class AsyncCanvasScheduler(CanvasScheduling, DiffusionAsyncScheduler):
     """Asynchronous scheduler: the next pass is scheduled while this one runs.
 
     The step that converges is not known in time, so the next pass over the same rows encodes the
-    canvas and emits it, the last one too.
+    canvas and emits it, the last one too. A whole sequence has nothing to encode: there the step that
+    decides a block emits it, and the next pass, of the same rows, goes on with the block after it.
     """
 
     is_async = True
@@ -360,10 +364,32 @@ class AsyncCanvasScheduler(CanvasScheduling, DiffusionAsyncScheduler):
         for request in constrained:
             request.max_tokens += _TOKENS_IN_FLIGHT
         try:
-            return super().schedule(throttle_prefills)
+            with self._computing_anew():
+                return super().schedule(throttle_prefills)
         finally:
             for request in constrained:
                 request.max_tokens -= _TOKENS_IN_FLIGHT
+
+    @contextmanager
+    def _computing_anew(self) -> Iterator[None]:
+        """While a pass is scheduled that begins at position 0 again, as each does over a whole sequence.
+
+        The stock code takes the rows in flight for computed, and would give memory to as many more.
+        """
+        in_flight = [
+            (request, request.num_in_flight_tokens)
+            for request in self.running
+            if self.spec.layout.holds_sequence
+        ]
+        for request, num_rows in in_flight:
+            request.num_computed_tokens -= num_rows
+            request.num_output_placeholders -= num_rows
+        yield
+        for request, num_rows in in_flight:
+            # A preempted request has forgotten them.
+            if request.num_stale_output_tokens == 0:
+                request.num_computed_tokens += num_rows
+                request.num_output_placeholders += num_rows
 
 
 def canvas_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> DiffusionScheduler:

@@ -28,6 +28,11 @@ from vllm_diffusion.scheduling.stuck_requests import StuckRequests
 logger = init_logger(f"vllm.{__name__}")
 
 
+def _has_canvas_in_flight(request: Request) -> bool:
+    """Return true if a pass in flight is more than a chunk of the request's prompt."""
+    return request.num_in_flight_tokens > 0 and not request.is_prefill_chunk
+
+
 class Constraints(SchedulerFeature):
     """Constrained canvases: they give a constraint before each pass, and read its result."""
 
@@ -100,6 +105,9 @@ class Constraints(SchedulerFeature):
             request = self._scheduler.requests[request_id]
             num_given = self._spec.num_given(request.num_tokens)
             width = min(len(tokens) - num_given, self._block_length(request))
+            if width <= 0:
+                # The pass was scheduled before its block was emitted.
+                continue
             constraint = self._constraint(request, canvas, width)
             constraints[request_id] = replace(constraint, num_given=num_given)
         if not constraints:
@@ -130,9 +138,9 @@ class Constraints(SchedulerFeature):
 
     def awaits_output(self, scheduler_output: SchedulerOutput) -> bool:
         """Return true if a canvas of a pass has a constraint that needs a pass in flight."""
+        requests = self._scheduler.requests
         return any(
-            request_id in self._canvases
-            and self._scheduler.requests[request_id].num_output_placeholders > 0
+            request_id in self._canvases and _has_canvas_in_flight(requests[request_id])
             for request_id in scheduler_output.num_scheduled_tokens
         )
 

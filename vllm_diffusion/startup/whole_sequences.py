@@ -36,20 +36,10 @@ class WholeSequenceEngineConfig(MaskedEngineConfig):
 
     @classmethod
     def apply_stock_defaults(cls, vllm_config: VllmConfig) -> None:
-        """Have each pass hold the longest sequence, and turn off what needs final keys and values.
-
-        Raises:
-            ValueError: Naming an option that needs them.
-        """
+        """Have each pass hold the longest sequence."""
         from vllm.config import CUDAGraphMode
 
         model_config, scheduler = vllm_config.model_config, vllm_config.scheduler_config
-        if scheduler.async_scheduling:
-            raise ValueError(
-                "--async-scheduling does not go with this model, each of whose passes runs the whole sequence "
-                "and needs the last one's tokens; leave it out."
-            )
-        scheduler.async_scheduling = False
         most = scheduler.max_num_batched_tokens
         if not plan_of(vllm_config).given.max_num_batched_tokens:
             scheduler.max_num_batched_tokens = max(most, model_config.max_model_len)

@@ -24,10 +24,19 @@ def model() -> TinyModel:
     return tiny.dream()
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TracedEngine]:
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(False, id="synchronous"),
+        pytest.param(True, id="asynchronous", marks=pytest.mark.slow),
+    ],
+)
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TracedEngine]:
     folder = model().save(tmp_path_factory.mktemp("dream"))
     options: dict[str, Any] = {"max_model_len": MAX_LENGTH, "max_num_seqs": 8}
+    options["async_scheduling"] = request.param
     with TracedEngine(folder, **options) as made:
         yield made
 

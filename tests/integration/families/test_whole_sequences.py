@@ -19,13 +19,12 @@ pytestmark = pytest.mark.engine
 
 
 def test_a_start(tmp_path: Path) -> None:
-    """A pass holds the longest sequence, no prefix is cached, and passes are synchronous."""
+    """A pass holds the longest sequence, and no prefix is cached."""
     config = configure(tiny.llada().save(tmp_path), max_model_len=None)
     assert config.model_config.max_model_len == 1024
     assert config.scheduler_config.max_num_batched_tokens >= 1024
     assert config.model_config.diffusion.spec.length == 1024
     assert not config.cache_config.enable_prefix_caching
-    assert not config.scheduler_config.async_scheduling
     assert config.scheduler_config.max_num_seqs == 8
 
 
@@ -43,9 +42,21 @@ def test_dreams_length(tmp_path: Path, given: int | None, length: int) -> None:
     assert configure(folder, max_model_len=given).model_config.max_model_len == length
 
 
-def test_little_memory(tmp_path: Path) -> None:
-    """Six requests in memory for two: a sequence has all of its memory from its first pass on, or waits."""
-    case = CASES["llada"]
+@pytest.mark.parametrize(
+    ("family", "is_asynchronous"),
+    [
+        ("llada", False),
+        pytest.param("llada", True, marks=pytest.mark.slow),
+        pytest.param("illada", False, marks=pytest.mark.slow),
+        ("illada", True),
+    ],
+)
+def test_little_memory(tmp_path: Path, family: str, is_asynchronous: bool) -> None:
+    """Six requests in memory for two: a sequence has all of its memory from its first pass on, or waits.
+
+    One that grows may lose it, and begins its block again.
+    """
+    case = CASES[family]
     model = case.make()
     lengths = [90, 33, 5, 61, 17, 100]
     prompts = [prompt_of(length, seed=7 * length) for length in lengths]
@@ -54,9 +65,10 @@ def test_little_memory(tmp_path: Path) -> None:
         for i in range(len(lengths))
     ]
     options = {"max_model_len": 192, "max_num_seqs": 6, "num_gpu_blocks_override": 26}
+    options |= {"async_scheduling": is_asynchronous}
     with TracedEngine(model.save(tmp_path), **case.options, **options) as engine:
         outputs = engine.outputs(prompts, [one.sampling_params() for one in wanted])
-        assert not engine.preempted
+        assert bool(engine.preempted) == (family == "illada")
     for prompt, one, output in zip(prompts, wanted, outputs, strict=True):
         tokens = list(output.outputs[0].token_ids)
         assert tokens == expected(case, model, prompt, one).tokens, len(prompt)

@@ -178,7 +178,6 @@ class Case:
         filters: Of top-k and top-p those that its loop knows.
         stepped: Strategies that its loop has with fewer steps than positions.
         options: Of the engine.
-        is_asynchronous: Whether it is served in the asynchronous order too.
     """
 
     make: Callable[..., TinyModel]
@@ -187,7 +186,6 @@ class Case:
     filters: tuple[str, ...] = ("top_k", "top_p")
     stepped: tuple[str, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
-    is_asynchronous: bool = True
 
 
 def _sdar(asked: Asked, generate: Callable[..., Run] = sdar.generate) -> Run:
@@ -314,7 +312,6 @@ _whole = partial(
     filters=(),
     stepped=("static", "random"),
     options=_IN_BLOCKS,
-    is_asynchronous=False,
 )
 
 # LLaDA2.1's rule has to be asked for where the folder is named otherwise.
@@ -354,12 +351,14 @@ def checkpoint_of(family: str, folder: Path) -> tuple[Path, dict[str, Any]]:
     """A checkpoint, and the options of an engine that it needs.
 
     Args:
-        family: Of :data:`CASES`; any other name is DiffusionGemma's, whose canvases take few steps: what is
-            kept of one is what it was denoised on.
+        family: Of :data:`CASES`, or ``dream``; any other name is DiffusionGemma's, whose canvases take few
+            steps: what is kept of one is what it was denoised on.
         folder: For the checkpoint.
     """
     if family in CASES:
         return CASES[family].make().save(folder), dict(CASES[family].options)
+    if family == "dream":
+        return tiny.dream().save(folder), {}
     return random_checkpoint(folder, generation_config={"max_denoising_steps": 6}), {}
 
 

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from tests.support.specs import diffusion_gemma_spec, masked_spec
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
-from vllm_diffusion.decoding.layouts import VerifiedDraft
+from vllm_diffusion.decoding.layouts import VerifiedDraft, WholeSequence
 from vllm_diffusion.decoding.levenshtein import Levenshtein
 from vllm_diffusion.decoding.pass_order import PassOrder
-from vllm_diffusion.decoding.reveal import LinearSpec
+from vllm_diffusion.decoding.reveal import LinearSpec, Reveal
 from vllm_diffusion.startup import async_scheduling
 from vllm_diffusion.startup.pass_limits import FEWEST, PROMPTS_SHARE, choose_max_num_seqs
 from vllm_diffusion.startup.worker_class import choose_worker
@@ -43,6 +43,7 @@ def test_a_pass_saved_against_the_host_s_time(monkeypatch, device, host, steps, 
 
 FREE = diffusion_gemma_spec(8)
 SEEDED = CanvasSpec(VerifiedDraft(8), LinearSpec(), 1, {}, mask_token_id=4)
+WHOLE = CanvasSpec(WholeSequence(8), Reveal(4), 1, {}, mask_token_id=4)
 FINAL = masked_spec(8, rule=Levenshtein(4, delete_token_id=5, split_token_id=6))
 
 
@@ -60,6 +61,8 @@ FINAL = masked_spec(8, rule=Levenshtein(4, delete_token_id=5, split_token_id=6))
         # The last step mostly leaves nothing to encode.
         (FINAL, False, True, PassOrder(True, False, True, False)),
         (FINAL, True, True, PassOrder(True, False, True, False)),
+        # The pass after a step has the same rows, whether that step was the last or not.
+        (WHOLE, True, True, PassOrder(False, False, True, False)),
     ],
 )
 def test_order_of_passes(
