@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 
 from tests.support import refused
-from tests.support.checkpoints import copy_checkpoint
+from tests.support.checkpoints import SHIPPED, copy_checkpoint
 from tests.support.refused import refusal_of_row, refused_rows
+from tests.support.stock import run_in_stock
 from tests.support.vllm_configs import configure
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
 pytestmark = pytest.mark.engine
 
+FILES = ("config", "text_config", "generation_config")
 NUMBER_KEYS = (
     "max_denoising_steps",
     "t_min",
@@ -63,11 +65,56 @@ def test_refused(row: dict[str, Any], tmp_path: Path, monkeypatch: pytest.Monkey
     if "family" in row:
         checkpoint = shipped_checkpoint(row["family"])
     else:
-        files = ("config", "text_config", "generation_config")
-        checkpoint = copy_checkpoint(tmp_path, **{name: row.get(name) for name in files})
+        checkpoint = copy_checkpoint(tmp_path, **{name: row.get(name) for name in FILES})
     message = refusal_of_row(row, checkpoint)
     assert "\n" not in message
     assert message.endswith(".")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_refused_in_stock(tmp_path: Path) -> None:
+    """What is refused of a checkpoint's files ends vLLM's engine later, without the file's name, or is answered wrongly."""
+    rows = [row.values[0] for row in refused_rows(__file__) if set(FILES) & row.values[0].keys()]
+    rows = [row for row in rows if "load_format" not in row.get("options", {})]
+    jobs: list[dict[str, Any]] = [{"model": str(SHIPPED)}]
+    for i, row in enumerate(rows):
+        folder = copy_checkpoint(tmp_path / str(i), **{name: row.get(name) for name in FILES})
+        jobs.append({"model": str(folder), **row.get("options", {})})
+    # A canvas length that is absent or none, and settings that cannot be read.
+    for stock, name, old, new in (
+        (
+            "answers: with canvases of 256, whatever it was trained with",
+            "config",
+            '"canvas_length": 32,',
+            "",
+        ),
+        ("start", "config", '"canvas_length": 32', '"canvas_length": null'),
+        ("load", "generation_config", "{", ""),
+    ):
+        folder = copy_checkpoint(tmp_path / f"text {len(jobs)}")
+        path = folder / f"{name}.json"
+        path.write_text(path.read_text().replace(old, new))
+        rows.append({"stock": stock})
+        jobs.append({"model": str(folder)})
+    nothing = {"image": 0, "video": 0}
+    good, *outcomes = run_in_stock([job | {"limit_mm_per_prompt": nothing} for job in jobs])
+    assert any(good["tokens"])
+    for row, outcome in zip(rows, outcomes, strict=True):
+        stage, _, wrong = row["stock"].partition(": ")
+        assert outcome.get("stage", "answers") == stage, (row, outcome)
+        assert "config.json" not in outcome.get("error", ""), (row, outcome)
+        assert ("token 0" in wrong) == ("tokens" in outcome and not any(outcome["tokens"]))
+
+
+@pytest.mark.parametrize(
+    "files",
+    [{"generation_config": {"t_min": 0.0}}, {"text_config": {"final_logit_softcapping": -30.0}}],
+    ids=str,
+)
+def test_served_as_stock_does(files: dict[str, Any], tmp_path: Path) -> None:
+    """No step has the temperature 0 that the schedule ends at, and a softcap's sign means nothing."""
+    configure(copy_checkpoint(tmp_path, **files))
 
 
 @pytest.mark.parametrize("is_in_vllm", [True, False])

@@ -210,7 +210,7 @@ def check_pair(
     by_stock: bool = False,
     window: int | None = None,
 ) -> None:
-    """Check that the configurations of draft and target describe a pair, and a block is not too long.
+    """Check that the configurations of draft and target describe a pair; warn of a block that is too long.
 
     Args:
         draft: Configuration of the draft; its ``mask_token_id`` is set if it has only the token's text.
@@ -235,11 +235,11 @@ def check_pair(
         by_stock=by_stock,
     )
     block_size = getattr(draft, "block_size", None) or dflash_fields(draft).get("block_size")
-    if block_size is not None and num_drafts >= block_size:
-        raise ValueError(
-            f"--speculative-config: num_speculative_tokens={num_drafts} is more than the draft was "
-            f"trained for: a block of {block_size} (block_size in {where}) is an anchor and "
-            f"{block_size - 1} tokens; set num_speculative_tokens to at most {block_size - 1}."
+    if isinstance(block_size, int) and num_drafts >= block_size:
+        logger.warning(
+            "--speculative-config: num_speculative_tokens=%d is more than the draft was trained for: a block of %d "
+            "(block_size in %s) is an anchor and %d tokens. Few of the others will be accepted; set it to %d.",
+            *(num_drafts, block_size, where, block_size - 1, block_size - 1),
         )
 
 

@@ -13,26 +13,23 @@ import msgspec
 from msgspec import Meta
 
 _Count = Annotated[int, Meta(ge=1)]
-_FLAG, _COUNT = (bool, "true or false"), (_Count, "an integer of at least 1")
+_FLAG = (bool | Literal[0, 1], "true or false")
+_COUNT = (_Count, "an integer of at least 1")
 _NUMBER = (float, "a number")
 # Type of a field's value, and the value in words. Null is a field that is left out.
 _TOP: dict[str, tuple[Any, str]] = {
-    "block_size": (
-        Annotated[int, Meta(ge=2)],
-        "an integer of at least 2: an anchor and its drafts",
-    ),
     "draft_vocab_size": _COUNT,
     "has_own_lm_head": _FLAG,
     "add_swa_attention_sink_bias": _FLAG,
     "is_causal": _FLAG,
-    "is_neox_style": _FLAG,
+    # A kernel takes it, which converts nothing.
+    "is_neox_style": (bool, "true or false"),
     "logit_scale": _NUMBER,
     "use_aux_hidden_state": _FLAG,
 }
 _NESTED: dict[str, tuple[Any, str]] = {
     "attention_sink_bias": _FLAG,
     "attention_value_scale": _NUMBER,
-    "block_size": _TOP["block_size"],
     "causal": _FLAG,
     "sample_from_anchor": (
         Literal[False],

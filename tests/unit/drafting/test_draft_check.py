@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.stock import run_in_stock
 from tests.support.vllm_configs import vllm_config
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
 from vllm_diffusion.cpu.platform import check_cache
@@ -80,12 +83,45 @@ def test_mask_token_as_text(
 
 
 def dflash(**changes: Any) -> dict[str, Any]:
-    return {"dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 1]} | changes}
+    return {"dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 1, 2]} | changes}
 
 
 STOCK = {"architectures": [STOCK_ARCHITECTURE]}
 STAGES = {"pipeline_parallel_size": 2, "async_scheduling": True}
 GEMMA = {"model_type": "gemma4_text"}
+# What is refused of a draft that vLLM's own class serves, and what vLLM does with it alone: as `stock` in
+# tests/integration/refused.toml.
+REFUSED_OF_STOCK: list[tuple[dict[str, Any], str, str]] = [
+    ({"vocab_size": 99}, "vocab_size=99 is not the target's 320", "answers: as a draft for the tokens of another model"),
+    ({"hidden_size": 32}, "hidden_size=32 is not the target's 128", "load"),
+    ({"target_hidden_size": 32}, "target_hidden_size=32 is not the target's 128", "load"),
+    (dflash(target_layer_ids=[0, 1, 4]), r"target_layer_ids=\[0, 1, 4\] must .* 0 to 3", "request"),
+    (dflash(mask_token_id=320), "mask_token_id=320 must be a token .* 0 to 319", "request"),
+    ({"dflash_config": None}, "dflash_config.target_layer_ids=None must list .* 0 to 3", "load"),
+    ({"dflash_config": {"mask_token_id": MASK}}, "target_layer_ids=None must list", "request"),
+    (dflash(target_layer_ids=[]), r"target_layer_ids=\[\] must list", "request"),
+    (dflash(target_layer_ids="0"), "target_layer_ids='0' must list", "load"),
+    ({"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}, r"eagle_aux_hidden_state_layer_ids=\[1, 2, 5\] must .* 0 to 4", "request"),
+    ({"dflash_config": {"layer_ids": [1, 2, 9]}, "mask_token_id": MASK}, r"dflash_config.layer_ids=\[1, 2, 9\] must", "request"),
+    (dflash(mask_token_id=None), "dflash_config.mask_token_id=None must be a token", "load"),
+    ({"dflash_config": {"target_layer_ids": [0, 1, 2]}, "pard_token": 999}, "pard_token=999 must be a token", "request"),
+    (dflash(use_aux_hidden_state=False), "use_aux_hidden_state=false, but", "request"),
+    ({"dflash_config": [1]}, r"dflash_config=\[1\] must be an object", "load"),
+    ({"eagle_config": "x"}, "eagle_config='x' must be an object", "load"),
+    (dflash(causal="false"), "dflash_config.causal='false' must be true or false", "answers: as a causal draft, with fewer accepted"),
+    ({"is_neox_style": "no"}, "is_neox_style='no' must be true or false", "request"),
+    (dflash(use_swa="no", swa_window_size=8), "dflash_config.use_swa='no' must be true or false", "answers: in windows, with fewer accepted"),
+    (dflash(use_swa=True), "sliding_window=None must be the number of tokens", "load"),
+    (dflash(use_swa=True, swa_window_size=-1), "dflash_config.swa_window_size=-1 must be an integer of at least 1", "request"),
+    (dflash(sample_from_anchor=True), "sample_from_anchor=True must be false", "load"),
+    (dflash(projector_type="domino"), "projector_type='domino' must be left out", "answers: without the head that corrects its tokens"),
+    (dflash(attention_value_scale="1"), "attention_value_scale='1' must be a number", "request"),
+    ({"logit_scale": "1"}, "logit_scale='1' must be a number", "request"),
+    ({"draft_vocab_size": 0}, "draft_vocab_size=0 must be an integer", "answers: with fewer accepted, none"),
+    ({"layer_types": ["full_attention"]}, r"layer_types=\['full_attention'\] must be a list .* each of 3 layers", "start"),
+    ({"layer_types": ["chunked_attention"] * 3}, "layer_types=.* must be a list of full_attention or sliding_attention", "answers: as full attention"),
+    ({"layer_types": ["sliding_attention"] * 3}, "sliding_window=None must be", "load"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -104,7 +140,6 @@ GEMMA = {"model_type": "gemma4_text"}
         ({"dflash_config": None}, "target_layer_ids=None must list"),
         (dflash(mask_token_id=320), "mask_token_id=320 must be a token .* 0 to 319"),
         (dflash(mask_token_id=None), "mask_token_id=None must be a token"),
-        ({"num_drafts": 8}, "num_speculative_tokens=8 .* block of 8 .* set .* to at most 7"),
         (
             {"drafting": {"steps": 8}},
             r"^--additional-config .*drafting.*steps=8 .*set steps to 1\.\.7",
@@ -116,61 +151,7 @@ GEMMA = {"model_type": "gemma4_text"}
         ),
         ({"drafting": {}, "method": "eagle3"}, "the draft of --speculative-config is none"),
         ({"drafting": {}, "architectures": ["DFlash2DraftModel"]}, "is DFlash2DraftModel: leave"),
-        # vLLM's own class would serve some of these in silence, and fail at the others later.
-        (STOCK | {"vocab_size": 99}, "vocab_size=99 is not the target's 320"),
-        (STOCK | {"hidden_size": 32}, "hidden_size=32 is not the target's 128"),
-        (STOCK | {"target_hidden_size": 32}, "target_hidden_size=32 is not the target's 128"),
-        (STOCK | dflash(target_layer_ids=[0, 4]), r"target_layer_ids=\[0, 4\] must .* 0 to 3"),
-        (STOCK | dflash(mask_token_id=320), "mask_token_id=320 must be a token .* 0 to 319"),
-        (STOCK | {"num_drafts": 8}, "num_speculative_tokens=8 .* block of 8 .* to at most 7"),
-        # It would choose layers of its own, take the next field, or end at the first request.
-        (
-            STOCK | {"dflash_config": None},
-            "dflash_config.target_layer_ids=None must list .* 0 to 3",
-        ),
-        (STOCK | {"dflash_config": {"mask_token_id": MASK}}, "target_layer_ids=None must list"),
-        (STOCK | dflash(target_layer_ids=[]), r"target_layer_ids=\[\] must list"),
-        (STOCK | dflash(target_layer_ids="0"), "target_layer_ids='0' must list"),
-        (
-            STOCK | {"eagle_aux_hidden_state_layer_ids": [1, 5]},
-            r"eagle_aux_hidden_state_layer_ids=\[1, 5\] must .* 0 to 4",
-        ),
-        (
-            STOCK | {"dflash_config": {"layer_ids": [1, 9]}, "mask_token_id": MASK},
-            r"dflash_config.layer_ids=\[1, 9\] must",
-        ),
-        (STOCK | dflash(mask_token_id=None), "dflash_config.mask_token_id=None must be a token"),
-        (
-            STOCK | {"dflash_config": {"target_layer_ids": [0]}, "pard_token": 999},
-            "pard_token=999 must be a token",
-        ),
-        (STOCK | dflash(use_aux_hidden_state=False), "use_aux_hidden_state=false, but"),
-        (STOCK | {"dflash_config": [1]}, r"dflash_config=\[1\] must be an object"),
-        (STOCK | {"eagle_config": "x"}, "eagle_config='x' must be an object"),
-        (STOCK | dflash(causal="false"), "dflash_config.causal='false' must be true or false"),
-        (STOCK | {"is_causal": 0}, "is_causal=0 must be true or false"),
-        (STOCK | {"is_neox_style": "no"}, "is_neox_style='no' must be true or false"),
-        (STOCK | dflash(use_swa=1), "dflash_config.use_swa=1 must be true or false"),
-        (STOCK | dflash(use_swa=True), "sliding_window=None must be the number of tokens"),
-        (
-            STOCK | dflash(swa_window_size=-1),
-            "dflash_config.swa_window_size=-1 must be an integer of at least 1",
-        ),
-        (STOCK | dflash(sample_from_anchor=True), "sample_from_anchor=True must be false"),
-        (STOCK | dflash(projector_type="domino"), "projector_type='domino' must be left out"),
-        (STOCK | dflash(attention_value_scale="1"), "attention_value_scale='1' must be a number"),
-        (STOCK | {"logit_scale": "1"}, "logit_scale='1' must be a number"),
-        (STOCK | {"block_size": "8"}, "block_size='8' must be an integer of at least 2"),
-        (STOCK | {"draft_vocab_size": 0}, "draft_vocab_size=0 must be an integer"),
-        (
-            STOCK | {"layer_types": ["full_attention"]},
-            r"layer_types=\['full_attention'\] must be a list .* each of 3 layers",
-        ),
-        (
-            STOCK | {"layer_types": ["full_attention", "chunked_attention"] * 2},
-            "layer_types=.* must be a list of full_attention or sliding_attention",
-        ),
-        (STOCK | {"layer_types": ["sliding_attention"] * 3}, "sliding_window=None must be"),
+        *((STOCK | changes, message) for changes, message, _ in REFUSED_OF_STOCK),
     ],
 )
 def test_refused(changes: dict[str, Any], message: str) -> None:
@@ -178,9 +159,35 @@ def test_refused(changes: dict[str, Any], message: str) -> None:
         check_draft(configured(**changes))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_refused_in_stock(tmp_path: Path) -> None:
+    """What is refused ends vLLM's engine later, without the file's name, or is no draft of its target."""
+    jobs = []
+    for i, (changes, _, _) in enumerate([({}, "", ""), *REFUSED_OF_STOCK]):
+        draft = shutil.copytree(shipped_draft(), tmp_path / str(i))
+        config = json.loads((draft / "config.json").read_text())
+        (draft / "config.json").write_text(json.dumps(config | changes))
+        jobs.append(
+            {"model": str(TARGET), "speculative_config": SPECULATION | {"model": str(draft)}}
+        )
+    good, *outcomes = run_in_stock(jobs)
+    assert good["accepted"] > 0
+    for (changes, _, stock), outcome in zip(REFUSED_OF_STOCK, outcomes, strict=True):
+        stage, _, wrong = stock.partition(": ")
+        assert outcome.get("stage", "answers") == stage, (changes, outcome)
+        assert "config.json" not in outcome.get("error", ""), (changes, outcome)
+        if stage == "answers":
+            # The target decides; what a misread draft costs is time.
+            assert outcome["tokens"] == good["tokens"], (changes, outcome)
+            is_less = outcome["accepted"] < good["accepted"]
+            assert is_less == ("fewer accepted" in wrong), (changes, outcome)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
+        {"is_causal": 0, "block_size": "8"},
         {"draft_vocab_size": 99},
         {"hidden_size": 32, "target_hidden_size": 128},
         {"num_target_layers": 9},
@@ -198,6 +205,18 @@ def test_what_stock_knows_is_left_to_it(changes: dict[str, Any]) -> None:
     untouched = copy.deepcopy(vars(draft))
     check_draft(served)
     assert vars(draft) == untouched
+
+
+@pytest.mark.parametrize("architecture", [ARCHITECTURE, STOCK_ARCHITECTURE])
+@pytest.mark.parametrize("num_drafts", [7, 8])
+def test_more_drafts_than_it_was_trained_for(num_drafts: int, architecture: str) -> None:
+    """They are verified as all are; a warning has the number that fits."""
+    with mock.patch("vllm_diffusion.drafting.draft_check.logger.warning") as warning:
+        check_draft(configured(num_drafts=num_drafts, architectures=[architecture]))
+    lines = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+    assert ["a block of 8" in line and line.endswith("to 7.") for line in lines] == [True] * (
+        num_drafts - 7
+    )
 
 
 @pytest.mark.parametrize("name", ["Qwen3DFlashDraftModel", "DFlashQwen3DFlashDraftModel"])

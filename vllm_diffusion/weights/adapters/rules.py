@@ -55,20 +55,21 @@ _TOGETHER = (
 _Rank = Annotated[int, Meta(ge=1)]
 # JSON's 1e400 is read as infinity.
 _Factor = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
+_Nothing = Annotated[list[Any], Meta(max_length=0)] | None
 # Settings of PEFT, each with the type of its value, and with the value in words.
 _KINDS: tuple[tuple[str, Any, str], ...] = (
     ("peft_type", Literal["LORA"], '"LORA", the kind that is served'),
     ("r", _Rank, "an integer of at least 1"),
     ("lora_alpha", _Factor, "a finite number above 0"),
-    ("rank_pattern", dict[str, _Rank] | None, "an object of integers of at least 1"),
-    ("alpha_pattern", dict[str, _Factor] | None, "an object of finite numbers above 0"),
+    ("rank_pattern", dict[str, _Rank] | _Nothing, "an object of integers of at least 1"),
+    ("alpha_pattern", dict[str, _Factor] | _Nothing, "an object of finite numbers above 0"),
     ("bias", Literal["none"], '"none": biases are not adapted'),
 )
-# Settings of PEFT for adapters that are not only pairs of matrices.
+# Settings of PEFT for adapters that are not only pairs of matrices. ``fan_in_fan_out`` is none of them: PEFT
+# reads it for modules that no model here has, and vLLM does not.
 _UNSUPPORTED = (
     "alora_invocation_tokens",
     "arrow_config",
-    "fan_in_fan_out",
     "layer_replication",
     "lora_bias",
     "modules_to_save",

@@ -119,7 +119,7 @@ def test_shared_stack(rules: AdapterRules, tmp_path: Path) -> None:
         (pair(), {"use_dora": True}, "use_dora=True must be left out"),
         (pair(), {"modules_to_save": ["lm_head"]}, "modules_to_save=['lm_head'] must be left out"),
         (pair(), {"rank_pattern": {"q_proj": 0}}, "rank_pattern={'q_proj': 0} must be an object of integers of at least 1"),
-        (pair(), {"rank_pattern": []}, "rank_pattern=[] must be an object"),
+        (pair(), {"rank_pattern": ["q_proj"]}, "rank_pattern=['q_proj'] must be an object"),
         (pair(), {"init_lora_weights": "pissa"}, "init_lora_weights='pissa' must be one that leaves"),
     ],
 )  # fmt: skip
@@ -135,6 +135,16 @@ def test_misfits(
         rules.check(str(tmp_path))
     assert sentence in str(raised.value)
     assert str(tmp_path) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "config", [{"fan_in_fan_out": True}, {"rank_pattern": []}, {"modules_to_save": []}], ids=str
+)
+def test_settings_of_nothing_here(
+    rules: AdapterRules, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    """What PEFT and vLLM read for no module of this model refuses no adapter."""
+    rules.check(str(write_adapter(tmp_path, pair(), config)))
 
 
 def test_files(rules: AdapterRules, tmp_path: Path) -> None:

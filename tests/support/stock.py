@@ -1,0 +1,97 @@
+"""How far vLLM gets with a file when nothing of ours but the CPU platform runs, in a process of its own."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+
+def run_in_stock(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Start an engine for each job, one after another, and ask it for a few tokens, with a draft greedy ones.
+
+    Args:
+        jobs: Keyword arguments of ``LLM`` each.
+
+    Returns:
+        For each the ``stage`` at which vLLM raises, as it reads options and files (start), as it loads the model
+        (load) or at the request, and its ``error``; or ``tokens``, and how many drafts were ``accepted``.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.json"
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.support.stock", str(results)],
+            # Stock's sampler is compiled where it can be, for half a minute.
+            env={**os.environ, "VLLM_PLUGINS": "vllm_diffusion_cpu", "TORCHDYNAMO_DISABLE": "1"},
+            input=json.dumps(jobs),
+            capture_output=True,
+            text=True,
+            timeout=1700,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-6000:]
+        return list(json.loads(results.read_text()))
+
+
+def _run(job: dict[str, Any]) -> dict[str, Any]:
+    import torch
+    from vllm import LLM, SamplingParams
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+    from vllm.engine.arg_utils import EngineArgs
+
+    options = {
+        "max_model_len": 256,
+        "max_num_seqs": 2,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 64 * 1024**2,
+        "disable_log_stats": False,
+    }
+    options |= job
+    llm, stage = None, "start"
+    create = EngineArgs.create_engine_config
+
+    def create_engine_config(*args: Any, **kwargs: Any) -> Any:
+        nonlocal stage
+        config, stage = create(*args, **kwargs), "load"
+        return config
+
+    EngineArgs.create_engine_config = create_engine_config
+    try:
+        llm, stage = LLM(**options), "request"
+        torch.manual_seed(0)
+        # A diffusion model of vLLM's takes no temperature.
+        temperature = 0.0 if "speculative_config" in job else 1.0
+        params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=temperature)
+        (output,) = llm.generate(
+            [{"prompt_token_ids": [2, 50, 60, 70, 80]}], params, use_tqdm=False
+        )
+        counts = {one.name: getattr(one, "value", 0) for one in llm.get_metrics()}
+        accepted = counts.get("vllm:spec_decode_num_accepted_tokens", 0)
+        return {"tokens": list(output.outputs[0].token_ids), "accepted": accepted}
+    except Exception as error:
+        return {"stage": stage, "error": f"{type(error).__name__}: {error}"}
+    finally:
+        EngineArgs.create_engine_config = create
+        with suppress(Exception):
+            if llm is not None:
+                llm.llm_engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
+
+
+if __name__ == "__main__":
+    # As in generate.py.
+    gc.disable()
+    gc.unfreeze = gc.collect = lambda *_: 0
+    atexit.register(gc.freeze)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    results = []
+    for job in json.load(sys.stdin):
+        results.append(_run(job))
+    Path(sys.argv[1]).write_text(json.dumps(results))
