@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModel, DiffusionGemmaConfig
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -44,8 +45,10 @@ from vllm_diffusion.families.diffusion_gemma.adapters import (
 from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaTensors
 from vllm_diffusion.weights.adapters import checking_manager
 from vllm_diffusion.weights.adapters.checking_manager import Adaptable
+from vllm_diffusion.weights.formats import FLOATS
 from vllm_diffusion.weights.loading import checked_loading
 from vllm_diffusion.weights.tensor_rules import spell_out_patterns
+from vllm_diffusion.weights.weight_files import stored_tensors, weight_files
 
 # A tower is quantised only where its matrices divide into the blocks of the quantised formats.
 _TOWER_BLOCK = 64
@@ -93,6 +96,22 @@ class SelfConditioning(nn.Module):
         x = self.pre_norm(signal)
         gated = F.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x)
         return self.post_norm(canvas_embeds + self.down_proj(gated))
+
+
+def _stores_floats(model_config: ModelConfig) -> bool:
+    """Return true if a quantised checkpoint on this machine holds self-conditioning that is not.
+
+    vLLM's own class never quantises it, so that a recipe may leave it out of its ignore list.
+    """
+    folder = Path(model_config.model)
+    if getattr(model_config.hf_config, "quantization_config", None) is None or not folder.is_dir():
+        return False
+    matrices = [
+        one.dtype
+        for one in stored_tensors(weight_files(folder))
+        if ".self_conditioning." in one.name and "_proj.weight" in one.name
+    ]
+    return bool(matrices) and set(matrices) <= set(FLOATS)
 
 
 class TwoScalarLayer(Gemma4DecoderLayer):
@@ -258,7 +277,7 @@ class DiffusionGemmaForBlockDiffusion(
             text_config.hidden_size,
             getattr(config, "self_conditioning_size", None) or text_config.intermediate_size,
             text_config.rms_norm_eps,
-            quant_config,
+            None if _stores_floats(vllm_config.model_config) else quant_config,
             maybe_prefix(prefix, "self_conditioning"),
         )
 
