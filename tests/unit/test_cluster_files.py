@@ -11,7 +11,6 @@ from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 from packaging.requirements import Requirement
@@ -105,21 +104,6 @@ def test_commands_are_understood(arguments: Any) -> None:
     # Kubernetes ends a pod after 30 s, where its specification says nothing else.
     assert 0 < parsed.shutdown_timeout <= 20
     assert parsed.model_tag in (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def test_pods() -> None:
-    """Kubernetes' schema takes the parts that are its own."""
-    (container,) = _read("llm-d.yaml")["decode"]["containers"]
-    # The chart's own words.
-    for name in ("modelCommand", "mountModelVolume"):
-        del container[name]
-    predictor = _read("kserve.yaml")["spec"]["predictor"]
-    assert predictor["terminationGracePeriodSeconds"] >= 30
-    for name in ("minReplicas", "maxReplicas"):
-        del predictor[name]
-    for spec in ({"containers": [container]}, predictor):
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": spec}
-        kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
 
 
 @pytest.mark.engine
