@@ -1,8 +1,8 @@
 """Compare what samples, verifies and drafts on the CPU with vLLM's kernels, launch by launch.
 
 vLLM's launchers run on random batches. In the place of each kernel stands one that launches both, on
-copies of the same arguments, and compares every bit of every tensor. Called by ``check_cpu_kernels``,
-which has turned the interpreter on.
+copies of the same arguments, and compares every bit of every tensor. Run by ``test_kernels.py``, since
+our CPU platform turns the interpreter on before Triton is imported.
 """
 
 from __future__ import annotations
@@ -17,15 +17,20 @@ import numpy as np
 import torch
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
-from vllm.v1.worker.gpu import input_batch
-from vllm.v1.worker.gpu.sample import gumbel, logit_bias
-from vllm.v1.worker.gpu.spec_decode import rejection_sampler, rejection_sampler_utils
-from vllm.v1.worker.gpu.spec_decode.dflash import speculator as dflash
 
-from vllm_diffusion.cpu import sampling_kernels as cpu_sampling
-from vllm_diffusion.cpu.launches import overrides
-from vllm_diffusion.drafting.cpu_kernels import draft_inputs as cpu_draft_inputs
-from vllm_diffusion.drafting.cpu_kernels import verification as cpu_verification
+from vllm_diffusion.cpu import cpu_platform_plugin
+
+cpu_platform_plugin()
+
+from vllm.v1.worker.gpu import input_batch  # noqa: E402
+from vllm.v1.worker.gpu.sample import gumbel, logit_bias  # noqa: E402
+from vllm.v1.worker.gpu.spec_decode import rejection_sampler, rejection_sampler_utils  # noqa: E402
+from vllm.v1.worker.gpu.spec_decode.dflash import speculator as dflash  # noqa: E402
+
+from vllm_diffusion.cpu import sampling_kernels as cpu_sampling  # noqa: E402
+from vllm_diffusion.cpu.launches import overrides  # noqa: E402
+from vllm_diffusion.drafting.cpu_kernels import draft_inputs as cpu_draft_inputs  # noqa: E402
+from vllm_diffusion.drafting.cpu_kernels import verification as cpu_verification  # noqa: E402
 
 OVERRIDES = overrides(
     cpu_sampling.OVERRIDES | cpu_verification.OVERRIDES | cpu_draft_inputs.OVERRIDES
@@ -274,8 +279,7 @@ def blocks_of_drafts(rng: np.random.Generator) -> None:
     )
 
 
-def main() -> int:
-    """How many kernels agree."""
+def main() -> None:
     rejection_sampler_utils.tldevice = SimpleNamespace(log1p=log1p)
     for name, ours in OVERRIDES.items():
         module, _, attribute = name.rpartition(".")
@@ -287,4 +291,8 @@ def main() -> int:
             with np.errstate(all="ignore"):
                 case(np.random.default_rng(seed))
     assert set(launches) == set(OVERRIDES)
-    return len(launches)
+    print(f"{len(launches)} kernels agree")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,6 @@
-"""Each NumPy function writes what the Triton kernel that it replaces writes.
+"""Each NumPy function that samples, verifies or drafts writes what the Triton kernel that it replaces writes.
 
+Those of the runner's tables and positions are in the way of every engine that a test starts here.
 The kernels run under Triton's interpreter, so this file needs a process in which it is on.
 """
 
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-CHECKS = Path(__file__).with_name("check_cpu_kernels.py")
+CHECKS = Path(__file__).with_name("check_cpu_drafts.py")
 
 
 @pytest.mark.engine
@@ -21,4 +22,4 @@ def test_against_the_triton_kernels():
         [sys.executable, str(CHECKS)], capture_output=True, text=True, timeout=600, check=False
     )
     assert result.returncode == 0, result.stderr[-4000:]
-    assert "18 kernels agree" in result.stdout
+    assert "10 kernels agree" in result.stdout
