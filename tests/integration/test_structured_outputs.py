@@ -219,13 +219,6 @@ def test_random_tools(engine, schemas):
     ask_for_calls(engine, schemas, max_tokens=48)
 
 
-@pytest.mark.slow
-@settings(max_examples=40, **QUIET)
-@given(st.lists(PARAMETERS, min_size=5, max_size=5), st.sampled_from([40, 96, 200]))
-def test_random_tools_wide(engine, schemas, max_tokens):
-    ask_for_calls(engine, schemas, max_tokens)
-
-
 NAMES = st.text("abcdefgh_ü€", min_size=1, max_size=5)
 LEAVES = st.one_of(
     st.fixed_dictionaries({"type": st.just("string")}, optional={"maxLength": st.integers(1, 6)}),
@@ -282,13 +275,5 @@ BATCHES = st.lists(CONSTRAINTS, min_size=5, max_size=5)
 @settings(max_examples=3, **QUIET)
 @given(BATCHES, st.sampled_from([20, 96]))
 def test_random_schemas_and_expressions(engine, constraints, max_tokens):
-    for constraint, answer in zip(constraints, ask(engine, constraints, max_tokens), strict=True):
-        assert_valid(engine, constraint, answer)
-
-
-@pytest.mark.slow
-@settings(max_examples=60, **QUIET)
-@given(BATCHES, st.sampled_from([20, 96]))
-def test_random_schemas_and_expressions_wide(engine, constraints, max_tokens):
     for constraint, answer in zip(constraints, ask(engine, constraints, max_tokens), strict=True):
         assert_valid(engine, constraint, answer)
