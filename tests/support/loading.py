@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from tests.support.vllm_configs import configure
@@ -59,39 +54,3 @@ def load(folder: Path, **options: Any) -> nn.Module:
         model = initialize_model(vllm_config=config)
         get_model_loader(config.load_config).load_weights(model, config.model_config)
     return model
-
-
-def load_in_stock(*folders: Path) -> list[str | list[str]]:
-    """Load checkpoints with vLLM's own classes, in a process that never hears of ours.
-
-    Returns:
-        For each what its loading raised, or the parameters that differ from the first one's.
-    """
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.loading", *map(str, folders)],
-        env={**os.environ, "VLLM_PLUGINS": "vllm_diffusion_cpu"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=True,
-    )
-    return list(json.loads(done.stdout.splitlines()[-1]))
-
-
-def _compare(folders: list[Path]) -> Iterator[str | list[str]]:
-    good: dict[str, torch.Tensor] = {}
-    for folder in folders:
-        try:
-            found = dict(load(folder).named_parameters())
-        except (AssertionError, IndexError, KeyError, RuntimeError, ValueError) as error:
-            yield f"{type(error).__name__}: {error}"
-            continue
-        good = good or found
-        assert good.keys() == found.keys()
-        yield [name for name, value in good.items() if not torch.equal(found[name], value)]
-
-
-if __name__ == "__main__":
-    with one_rank():
-        outcomes = list(_compare([Path(folder) for folder in sys.argv[1:]]))
-    print(json.dumps(outcomes))

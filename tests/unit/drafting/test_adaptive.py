@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_diffusion.drafting.adaptive import Acceptance, AdaptiveDraft
+from vllm_diffusion.drafting.adaptive import AdaptiveDraft
 
 LEVELS = (1, 3, 7)
 KNOWN, UNKNOWN, HALF = 0.95, 0.05, 0.6
@@ -212,23 +212,6 @@ def test_busy_machine(rate: float) -> None:
     # The tiny pair's, nearly, on two cores.
     machine = Machine("busy", weights=9, row=1.3, kv=0.1, draft=10)
     assert cost_to_best(machine, [traffic([(rate, 1500)])], 1, 100, 5, busy=0.3) <= 1.1
-
-
-def test_acceptance_of_requests() -> None:
-    """Of each by its own drafts, of one that has just come by all; one that is gone is forgotten."""
-
-    def tokens(*askings: list[str]) -> list[float]:
-        acceptance = Acceptance(7)
-        for _ in range(20):
-            acceptance.observe(7, {"known": 7, "unknown": 0})
-        return [acceptance.tokens(requests) for requests in askings][-1]
-
-    known, fresh, unknown = tokens(["known"]), tokens(["fresh"]), tokens(["unknown"])
-    assert unknown[7] < 1.2 < 4 < fresh[7] < 4.2 < 6.9 < known[7]
-    assert known[0] == fresh[0] == unknown[0] == 1
-    mean = [(one + other) / 2 for one, other in zip(known, unknown, strict=True)]
-    assert tokens(["known", "unknown"]) == pytest.approx(mean)
-    assert tokens(["known"], ["unknown"]) == fresh == tokens([])
 
 
 def levels(draft: AdaptiveDraft, num_steps: int, right: bool) -> list[int]:
