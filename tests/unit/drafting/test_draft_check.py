@@ -97,9 +97,7 @@ GEMMA = {"model_type": "gemma4_text"}
         ({"target_hidden_size": 32}, "target_hidden_size=32 is not the target's 128"),
         ({"num_target_layers": 5}, "num_target_layers=5, but the target has 4 layers"),
         (dflash(target_layer_ids=[0, 3]), r"target_layer_ids=\[0, 3\] must .* 0 to 2"),
-        (dflash(target_layer_ids=[-1]), r"target_layer_ids=\[-1\] must list"),
         (dflash(target_layer_ids=[]), r"target_layer_ids=\[\] must list"),
-        (dflash(target_layer_ids="01"), "target_layer_ids='01' must list"),
         (dflash(target_layer_ids=[True]), r"target_layer_ids=\[True\] must list"),
         ({"dflash_config": None}, "target_layer_ids=None must list"),
         (dflash(mask_token_id=320), "mask_token_id=320 must be a token .* 0 to 319"),
@@ -118,19 +116,13 @@ GEMMA = {"model_type": "gemma4_text"}
         ({"drafting": {}, "architectures": ["DFlash2DraftModel"]}, "is DFlash2DraftModel: leave"),
         # vLLM's own class would serve some of these in silence, and fail at the others later.
         (STOCK | {"vocab_size": 99}, "vocab_size=99 is not the target's 320"),
-        (STOCK | {"hidden_size": 32}, "hidden_size=32 is not the target's 128"),
-        (STOCK | {"target_hidden_size": 32}, "target_hidden_size=32 is not the target's 128"),
         (STOCK | dflash(target_layer_ids=[0, 4]), r"target_layer_ids=\[0, 4\] must .* 0 to 3"),
-        (STOCK | dflash(mask_token_id=320), "mask_token_id=320 must be a token .* 0 to 319"),
-        (STOCK | {"num_drafts": 8}, "num_speculative_tokens=8 .* block of 8 .* to at most 7"),
         # It would choose layers of its own, take the next field, or end at the first request.
         (
             STOCK | {"dflash_config": None},
             "dflash_config.target_layer_ids=None must list .* 0 to 3",
         ),
         (STOCK | {"dflash_config": {"mask_token_id": MASK}}, "target_layer_ids=None must list"),
-        (STOCK | dflash(target_layer_ids=[]), r"target_layer_ids=\[\] must list"),
-        (STOCK | dflash(target_layer_ids="0"), "target_layer_ids='0' must list"),
         (
             STOCK | {"eagle_aux_hidden_state_layer_ids": [1, 5]},
             r"eagle_aux_hidden_state_layer_ids=\[1, 5\] must .* 0 to 4",
@@ -146,10 +138,7 @@ GEMMA = {"model_type": "gemma4_text"}
         ),
         (STOCK | dflash(use_aux_hidden_state=False), "use_aux_hidden_state=false, but"),
         (STOCK | {"dflash_config": [1]}, r"dflash_config=\[1\] must be an object"),
-        (STOCK | {"eagle_config": "x"}, "eagle_config='x' must be an object"),
         (STOCK | dflash(causal="false"), "dflash_config.causal='false' must be true or false"),
-        (STOCK | {"is_causal": 0}, "is_causal=0 must be true or false"),
-        (STOCK | {"is_neox_style": "no"}, "is_neox_style='no' must be true or false"),
         (STOCK | dflash(use_swa=1), "dflash_config.use_swa=1 must be true or false"),
         (STOCK | dflash(use_swa=True), "sliding_window=None must be the number of tokens"),
         (
