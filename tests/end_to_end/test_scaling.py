@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -235,6 +235,50 @@ def test_tokens_of_experts(layout: str, experts: Experts, tmp_path: Path) -> Non
     assert len(experts.chosen) >= 13
     options = (*experts.options, layout, "2", "--enable-expert-parallel")
     check_answers(experts.checkpoint, tmp_path, options, experts.expected, experts.chosen)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_one_port_for_each_engine(expected: list[Tokens], tmp_path: Path) -> None:
+    """vLLM's supervisor starts a server for each engine, and ends all of them with one."""
+    supervisor = free_port()
+    with start_server(
+        SHIPPED,
+        tmp_path / "server.log",
+        *(
+            "--data-parallel-multi-port-external-lb",
+            "--data-parallel-supervisor-port",
+            str(supervisor),
+        ),
+        *("--data-parallel-size", "2", "--data-parallel-size-local", "2"),
+        *("--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port())),
+    ) as first:
+        address, _, port = first.url.rpartition(":")
+        servers = [first, replace(first, url=f"{address}:{int(port) + 1}")]
+        _wait_for(f"{address}:{supervisor}/health")
+        # One of them is idle meanwhile, and runs dummy batches.
+        assert answers_alone(servers[1]) == expected
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(answers_together, servers)) == [expected, expected]
+        for engine, running in enumerate(servers):
+            running.wait_until_idle()
+            assert _canvases(running, str(engine)) > 0
+        processes = psutil.Process(first.process.pid).children(recursive=True)
+        (engine_1,) = [p for p in processes if "EngineCore_DP1" in " ".join(p.cmdline())]
+        engine_1.kill()
+        first.process.wait(120)
+        _, left = psutil.wait_procs(processes, timeout=30)
+        assert not left
+
+
+def _wait_for(url: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        with suppress(httpx.TransportError):
+            if httpx.get(url, timeout=5).status_code == 200:
+                return
+        assert time.monotonic() < deadline, f"{url} does not answer"
+        time.sleep(0.2)
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from tests.support.server import Server, start_server
 pytestmark = pytest.mark.engine
 
 LONG = 600
+NAME = "model.decoder.layers.1.self_attn.q_proj.weight"
 
 
 @pytest.mark.parametrize(
@@ -149,6 +150,59 @@ class TestLive:
         while live.metric("vllm:generation_tokens_total") == before:
             time.sleep(0.05)
         return asked, pool
+
+    def test_bad_folders(self, live: Server, tmp_path: Path) -> None:
+        """A sentence that names the tensor; a request in flight, and those after it, are unharmed."""
+        expected = tokens(live, "Once", 5, LONG)
+        bad = copy_checkpoint(tmp_path / "bad")
+        weights = changed(1)
+        weights[NAME][3, 5] = float("nan")
+        save_file(weights, bad / "model.safetensors", metadata={"format": "pt"})
+        damaged = copy_checkpoint(tmp_path / "damaged")
+        file = damaged / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-9])
+        asked, pool = self.in_flight(live)
+        # vLLM takes paths out of what it tells a client.
+        for folder, word in ((bad, NAME), (damaged, "truncated"), (tmp_path / "none", "no folder")):
+            for _ in range(2):
+                response = reload(live, folder)
+                assert response.status_code >= 400
+                assert word in response.text
+        assert not asked.done()
+        assert asked.result() == expected
+        pool.shutdown()
+        assert tokens(live, "Once", 5, LONG) == expected
+
+    def test_pauses(self, live: Server, other: Path) -> None:
+        """Kept requests go on with what they had, awaited ones end first, aborted ones end at once."""
+        old = tokens(live, "Once", 5, LONG)
+        asked, pool = self.in_flight(live)
+        command(live, "/pause?mode=keep")
+        done = live.metric("vllm:generation_tokens_total")
+        time.sleep(1)
+        assert live.metric("vllm:generation_tokens_total") == done
+        assert httpx.get(f"{live.url}/is_paused").json() == {"is_paused": True}
+        assert reload(live, other).status_code == 200
+        command(live, "/resume")
+        kept = asked.result()
+        assert len(kept) == LONG
+        canvas = live.canvas_length
+        assert kept[:canvas] == old[:canvas]
+        assert kept != old
+        self.restore(live)
+
+        asked, _ = self.in_flight(live)
+        command(live, "/pause?mode=wait")
+        assert asked.result(timeout=1) == old
+        command(live, "/resume")
+
+        asked, _ = self.in_flight(live)
+        command(live, "/pause?mode=abort")
+        with pytest.raises(AssertionError, match="abort"):
+            asked.result(timeout=60)
+        command(live, "/resume")
+        assert tokens(live, "Once", 5, LONG) == old
+        pool.shutdown()
 
     def test_sleep(self, live: Server, fresh: dict[str, Any], other: Path) -> None:
         """Workers hold less while it sleeps; it wakes as it was, or with the weights it is given."""

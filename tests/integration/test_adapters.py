@@ -189,6 +189,18 @@ def test_alone_and_in_company(served):
     assert alone[0].outputs[0].token_ids != alone[-1].outputs[0].token_ids
 
 
+@pytest.mark.slow
+def test_more_adapters_than_places(served):
+    """Four in turn, where three fit: the one that gave way comes back as it was."""
+    prompt = prompt_of(50, seed=12)
+    wanted = [(name, prompt, {"seed": 5}) for name in (*ADAPTERS, *ADAPTERS)]
+    found = [served.tokens([one])[0] for one in wanted]
+    assert found[: len(ADAPTERS)] == found[len(ADAPTERS) :]
+    assert len(set(map(tuple, found))) >= 3
+    # All at once: the fourth waits until one has its answer.
+    assert served.tokens(wanted) == found
+
+
 def test_loaded_again_under_its_name(served):
     """One that was unloaded and is back, beside a request of the first time: both are applied."""
     wanted = [("everything", prompt_of(50, seed=12), {"seed": seed}) for seed in (5, 6)]

@@ -18,14 +18,12 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests.support.checkpoints import SHIPPED, random_checkpoint
 from tests.support.engine import TracedEngine
-from tests.support.tool_schemas import PARAMETERS, gemma_parser, tool, tool_request
 from vllm_diffusion.metrics import request_metrics
 
 pytestmark = pytest.mark.engine
 
 CANVAS = 32
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck)}
-NAMED = {"type": "function", "function": {"name": "store"}}
 
 
 @pytest.fixture(scope="module", params=["random", "trained"])
@@ -188,35 +186,6 @@ def test_bad_words_inside_a_schema(engine):
     assert re.fullmatch("[ab]{12}", answer.text)
     assert "ab" not in answer.text
     assert "bb" not in answer.text
-
-
-def ask_for_calls(engine, schemas: list[dict[str, Any]], max_tokens: int) -> None:
-    """One demanded call of a tool for each schema, in one batch; each is read and checked."""
-    tokenizer = engine.llm.get_tokenizer()
-    requests = [tool_request([tool(schema, strict=True)], tool_choice=NAMED) for schema in schemas]
-    tags = [
-        gemma_parser(tokenizer).adjust_request(request).structured_outputs.structural_tag
-        for request in requests
-    ]
-    answers = ask(engine, [{"structural_tag": tag} for tag in tags], max_tokens)
-    for schema, request, answer in zip(schemas, requests, answers, strict=True):
-        text = tokenizer.decode(answer.token_ids, skip_special_tokens=False)
-        if answer.finish_reason == "length":
-            assert text.startswith("<|tool_call>call:store{")
-            continue
-        text = text.removesuffix("<eos>").removesuffix("<turn|>")
-        _, content, calls = gemma_parser(tokenizer).parse(text, request, enable_auto_tools=True)
-        assert not content
-        (call,) = calls
-        assert call.name == "store"
-        jsonschema.validate(json.loads(call.arguments), schema)
-
-
-@settings(max_examples=2, **QUIET)
-@given(st.lists(PARAMETERS, min_size=4, max_size=4))
-def test_random_tools(engine, schemas):
-    """In Gemma's own format, read by vLLM's parser of it."""
-    ask_for_calls(engine, schemas, max_tokens=48)
 
 
 NAMES = st.text("abcdefgh_ü€", min_size=1, max_size=5)

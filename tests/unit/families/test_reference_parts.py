@@ -12,22 +12,20 @@ from tests.support.families.llada2_model import Gate
 
 
 @pytest.mark.parametrize(
-    ("loop", "name", "prompt_length", "num_at_once", "num_masks", "is_strict"),
+    ("loop", "prompt_length", "num_at_once", "num_masks", "is_strict"),
     [
-        (scripts.sdar_loop, "confidence_threshold", 0, 1, 8, True),
-        (scripts.llada2_0_loop, "threshold", 0, 1, 8, True),
-        # Two sub-blocks, and then two blocks.
-        (scripts.fast_dllm_loop, "threshold", 1, 2, 7, True),
-        (scripts.stable_diffcoder_loop, "threshold", 0, 2, 8, False),
+        (scripts.llada2_0_loop, 0, 1, 8, True),
+        # Two blocks.
+        (scripts.stable_diffcoder_loop, 0, 2, 8, False),
         # A seed, and the rest of its block.
-        (scripts.nemotron_loop, "threshold", 1, 1, 7, False),
+        (scripts.nemotron_loop, 1, 1, 7, False),
     ],
 )
-def test_threshold(loop, name, prompt_length, num_at_once, num_masks, is_strict):
+def test_threshold(loop, prompt_length, num_at_once, num_masks, is_strict):
     """A probability of exactly the threshold is above it, or not; below it the best mask goes alone."""
     even = scripts.constant([scripts.row(10, 0.5, second=11)] * 9)
     for threshold, is_above in ((0.49, True), (0.5, not is_strict), (0.51, False)):
-        result = loop(even, prompt_ids=[30] * prompt_length, **{name: threshold})
+        result = loop(even, prompt_ids=[30] * prompt_length, threshold=threshold)
         assert result.count("denoise") == (num_at_once if is_above else num_masks)
 
 
