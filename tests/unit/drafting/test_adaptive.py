@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -136,29 +137,20 @@ def cost_to_best(
     return mean(None) / min(mean(level) for level in (0, *LEVELS))
 
 
-def loads(machines: tuple[Machine, ...], others: tuple[tuple[int, int], ...], always: Any) -> Any:
-    """Requests at a time and tokens of their prompts, by machine; slow where not ``always``."""
+def loads(always: Iterable[tuple[Machine, int, int]], slow: tuple[Machine, int, int]) -> Any:
+    """Requests at a time and tokens of their prompts, by machine."""
+    marked = [*((load, ()) for load in always), (slow, pytest.mark.slow)]
     return pytest.mark.parametrize(
         ("machine", "num_reqs", "prompt"),
         [
-            pytest.param(
-                machine,
-                *load,
-                id=f"{machine.name}-{load[0]}-{load[1]}",
-                marks=() if (machine, *load) in always else pytest.mark.slow,
-            )
-            for machine in machines
-            for load in ((1, 100), *others)
+            pytest.param(*load, id=f"{load[0].name}-{load[1]}-{load[2]}", marks=marks)
+            for load, marks in marked
         ],
     )
 
 
 # A long context matters most where it makes the draft dear.
-@loads(
-    (GPU, CPU, LONG),
-    ((1, 60_000), (8, 500), (32, 2000)),
-    always=((GPU, 1, 100), (CPU, 1, 100), (LONG, 1, 100), (LONG, 1, 60_000)),
-)
+@loads(((GPU, 1, 100), (CPU, 1, 100), (LONG, 1, 100), (LONG, 1, 60_000)), slow=(GPU, 8, 500))
 @pytest.mark.parametrize(
     "phases",
     [ALTERNATING, [(KNOWN, 1500)], [(UNKNOWN, 1500)], [(HALF, 1500)]],
@@ -184,7 +176,7 @@ REQUESTS = {
 
 
 # What waits for its memory, and what was measured.
-@loads((GPU, CPU, LONG, TINY), ((8, 100), (1, 20_000)), always=((GPU, 1, 100), (TINY, 1, 100)))
+@loads(((GPU, 1, 100), (TINY, 1, 100)), slow=(TINY, 8, 100))
 @pytest.mark.parametrize("requests", REQUESTS)
 def test_cost_of_requests(machine: Machine, num_reqs: int, prompt: int, requests: str) -> None:
     """The same bound where what changes is who asks, and answers are short."""
