@@ -134,6 +134,7 @@ def test_interval_fields_and_step_map(server: Server) -> None:
             )
         ),
         ("responses", {"input": "x", "diffusing": True}, "diffusing"),
+        ("messages", {"diffusing": True}, "diffusing"),
         *(
             (path, fields | {"vllm_xargs": {"diffusion_frames": 1}}, "diffusion_frames")
             for path, fields in (

@@ -182,16 +182,6 @@ def test_frames_have_their_places_under_load(masked_server: Server) -> None:
     assert sum(len(frames) for stream in streams for frames in stream.frames.values()) > 300
 
 
-def test_step_maps_without_frames(masked_server: Server) -> None:
-    """They come in a stream that asks for nothing else."""
-    body = {**CHAT, "stream": True, "max_tokens": 20, "vllm_xargs": {"diffusion_step_map": 1}}
-    lines = masked_server.post("/v1/chat/completions", body).text.splitlines()
-    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    maps = [chunk for chunk in chunks if chunk.get("type") == "diffusion_step_map"]
-    assert [chunk["block"] for chunk in maps] == list(range(len(maps)))
-    assert len(maps) >= 2
-
-
 def test_frames_of_a_thought_and_of_a_call(masked_server: Server) -> None:
     """A frame says what the parsers make of its canvas: the thought, the text and the arguments."""
     thought = masked_server.post("/tokenize", {"prompt": "ab", "add_special_tokens": False})

@@ -96,26 +96,6 @@ def test_anthropic_tokens_of_a_thinking_prompt(server: Server) -> None:
     assert counted == answer["usage"]["prompt_tokens"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "name"),
-    [
-        ({"diffusing": True}, "diffusing"),
-        ({"diffusing": True, "stream": True}, "diffusing"),
-        ({"vllm_xargs": {"diffusion_frames": 2}}, "diffusion_frames"),
-    ],
-    ids=["whole", "stream", "by-name"],
-)
-def test_anthropic_frames(fields: dict[str, Any], name: str, server: Server) -> None:
-    """They are refused, since the interface sends none."""
-    body = {"messages": [{"role": "user", "content": QUESTIONS[0]}], "max_tokens": 40, **fields}
-    refused = server.post("/v1/messages", body)
-    assert refused.status_code == 400, refused.text
-    error = refused.json()["error"]
-    assert error["type"] == "invalid_request_error"
-    assert error["message"].startswith(f"{name} is sent while an answer is written")
-    assert server.post("/v1/messages", {**body, "diffusing": False, "vllm_xargs": None}).is_success
-
-
 def test_thinking_budget_of_a_chat(server: Server) -> None:
     """The thought ends where the budget does, and the answer begins."""
     (choice,) = (

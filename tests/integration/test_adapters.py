@@ -30,7 +30,7 @@ from tests.support.adapters import (
 )
 from tests.support.checkpoints import random_checkpoint
 from tests.support.engine import TracedEngine
-from tests.support.generate import run_engine
+from tests.support.generate import run_engine, small_engine
 from tests.support.graphs import emulated_capture
 from tests.support.oracle import Oracle
 from tests.support.prompts import prompt_of
@@ -432,18 +432,9 @@ def test_two_ranks(served, layout):
         requests.append({"prompt": prompt, "params": params})
         if request is not None:
             requests[-1]["adapter"] = (request.lora_name, request.lora_int_id, request.lora_path)
-    engine = {
-        "model": served.engine.llm.llm_engine.model_config.model,
-        "max_model_len": 512,
-        "max_num_seqs": 4,
-        "enforce_eager": True,
-        "kv_cache_memory_bytes": 64 * 1024**2,
-        "limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0},
-        "enable_lora": True,
-        "max_loras": 3,
-        "max_lora_rank": 8,
-        **layout,
-    }
+    checkpoint = served.engine.llm.llm_engine.model_config.model
+    lora = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
+    engine = small_engine(checkpoint, **lora, **layout)
     (answers,) = run_engine({"engine": engine, "batches": [requests]})["batches"]
     for name, prompt, answer in zip(names, prompts, answers, strict=True):
         run = served.oracles[name].generate(prompt, seed=7, max_tokens=2 * CANVAS, ignore_eos=True)

@@ -50,13 +50,6 @@ def refusal(checkpoint: Path, **options: Any) -> str:
     return message
 
 
-def test_shipped_checkpoint(tmp_path: Path) -> None:
-    """What the bad cases below change is good before the change."""
-    config = configure(copy_checkpoint(tmp_path))
-    assert config.diffusion_config.canvas_length < 256
-    assert config.scheduler_config.scheduler_cls.startswith("vllm_diffusion.")
-
-
 @pytest.mark.parametrize("row", refused_rows(__file__))
 def test_refused(row: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row of the table, by the name of what is wrong and with the remedy."""
@@ -249,14 +242,6 @@ def test_canvas_length(value: Any, tmp_path: Path) -> None:
     assert "config.json" in message
 
 
-@pytest.mark.parametrize("value", [1.5, "32", True], ids=repr)
-def test_canvas_length_of_the_wrong_type(value: Any, tmp_path: Path) -> None:
-    """transformers, which reads the file first, refuses these by the same name."""
-    checkpoint = copy_checkpoint(tmp_path, config={"canvas_length": value})
-    with pytest.raises(Exception, match=f"canvas_length.*{value!r}"):
-        configure(checkpoint)
-
-
 @pytest.mark.parametrize(
     ("config", "word"),
     [
@@ -430,12 +415,6 @@ def test_max_num_seqs(given: int | None, tmp_path: Path) -> None:
     expected = canvases - canvases // 4 if given is None else given
     assert expected != 8 or given == 8
     assert config.scheduler_config.max_num_seqs == expected
-
-
-def test_stages_of_other_models() -> None:
-    """They are vLLM's."""
-    config = configure(shipped_checkpoint("qwen3"), pipeline_parallel_size=2)
-    assert config.parallel_config.world_size == 2
 
 
 def test_vllm_s_attention_on_a_cpu(tmp_path: Path) -> None:

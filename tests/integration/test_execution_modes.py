@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.engine import TracedEngine, run_here
-from tests.support.generate import run_engine
+from tests.support.generate import run_engine, small_engine
 from tests.support.oracle import Oracle
 from tests.support.prompts import random_prompt
 from vllm_diffusion.runner import model_state as base
@@ -21,15 +21,7 @@ CANVAS = 32
 def generation_job(checkpoint: Any, **engine: Any) -> dict[str, Any]:
     """Six seeded requests of three canvases in one batch."""
     return {
-        "engine": {
-            "model": str(checkpoint),
-            "max_model_len": 512,
-            "max_num_seqs": 4,
-            "enforce_eager": True,
-            "kv_cache_memory_bytes": 64 * 1024**2,
-            "limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0},
-        }
-        | engine,
+        "engine": small_engine(checkpoint, **engine),
         "batches": [
             [
                 {

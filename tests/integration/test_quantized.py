@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from tests.support.checkpoints import SHIPPED
 from tests.support.engine import TracedEngine
-from tests.support.generate import run_engine
+from tests.support.generate import run_engine, small_engine
 from tests.support.layer_records import recorded_experts, recorded_linears, reference_linear
 from tests.support.quantized import (
     QuantizedOracle,
@@ -197,15 +197,7 @@ def test_two_ranks(scheme, tmp_path):
     ]
     answer = run_engine(
         {
-            "engine": {
-                "model": str(checkpoint),
-                "max_model_len": 512,
-                "max_num_seqs": 4,
-                "enforce_eager": True,
-                "kv_cache_memory_bytes": 64 * 1024**2,
-                "limit_mm_per_prompt": {"image": 0, "video": 0},
-                "tensor_parallel_size": 2,
-            },
+            "engine": small_engine(checkpoint, tensor_parallel_size=2),
             "batches": [requests, *([request] for request in requests)],
         }
     )

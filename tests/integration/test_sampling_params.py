@@ -254,12 +254,3 @@ def check_batch(engine, requests):
 def test_settings_never_leak_into_another_request(engine, requests):
     """Requests with any settings give in any company what they give alone."""
     check_batch(engine, requests)
-
-
-@pytest.mark.slow
-@settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(st.lists(REQUEST, min_size=2, max_size=6))
-def test_settings_never_leak_into_another_request_wide(engine, requests):
-    check_batch(engine, requests)

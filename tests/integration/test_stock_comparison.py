@@ -14,7 +14,7 @@ import torch
 
 from tests.support.checkpoints import random_checkpoint
 from tests.support.engine import run_here
-from tests.support.generate import run_engine
+from tests.support.generate import run_engine, small_engine
 from tests.support.oracle import Oracle
 from tests.support.prompts import random_prompt
 
@@ -40,16 +40,7 @@ def read(prompt: list[int], canvas: list[int]) -> dict[str, Any]:
 
 
 def engine_arguments(checkpoint: Path) -> dict[str, Any]:
-    return {
-        "model": str(checkpoint),
-        "max_model_len": 1024,
-        "max_num_seqs": 2,
-        "max_logprobs": -1,
-        "enforce_eager": True,
-        "kv_cache_memory_bytes": 64 * 1024**2,
-        "limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0},
-        "prefix_cache_retention_interval": None,
-    }
+    return small_engine(checkpoint, max_logprobs=-1, prefix_cache_retention_interval=None)
 
 
 def run_stock(job: dict[str, Any]) -> list[list[dict[str, Any]]]:

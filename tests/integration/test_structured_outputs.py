@@ -18,14 +18,12 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests.support.checkpoints import SHIPPED, random_checkpoint
 from tests.support.engine import TracedEngine
-from tests.support.tool_schemas import PARAMETERS, gemma_parser, tool, tool_request
 from vllm_diffusion.metrics import request_metrics
 
 pytestmark = pytest.mark.engine
 
 CANVAS = 32
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck)}
-NAMED = {"type": "function", "function": {"name": "store"}}
 
 
 @pytest.fixture(scope="module", params=["random", "trained"])
@@ -190,42 +188,6 @@ def test_bad_words_inside_a_schema(engine):
     assert "bb" not in answer.text
 
 
-def ask_for_calls(engine, schemas: list[dict[str, Any]], max_tokens: int) -> None:
-    """One demanded call of a tool for each schema, in one batch; each is read and checked."""
-    tokenizer = engine.llm.get_tokenizer()
-    requests = [tool_request([tool(schema, strict=True)], tool_choice=NAMED) for schema in schemas]
-    tags = [
-        gemma_parser(tokenizer).adjust_request(request).structured_outputs.structural_tag
-        for request in requests
-    ]
-    answers = ask(engine, [{"structural_tag": tag} for tag in tags], max_tokens)
-    for schema, request, answer in zip(schemas, requests, answers, strict=True):
-        text = tokenizer.decode(answer.token_ids, skip_special_tokens=False)
-        if answer.finish_reason == "length":
-            assert text.startswith("<|tool_call>call:store{")
-            continue
-        text = text.removesuffix("<eos>").removesuffix("<turn|>")
-        _, content, calls = gemma_parser(tokenizer).parse(text, request, enable_auto_tools=True)
-        assert not content
-        (call,) = calls
-        assert call.name == "store"
-        jsonschema.validate(json.loads(call.arguments), schema)
-
-
-@settings(max_examples=2, **QUIET)
-@given(st.lists(PARAMETERS, min_size=4, max_size=4))
-def test_random_tools(engine, schemas):
-    """In Gemma's own format, read by vLLM's parser of it."""
-    ask_for_calls(engine, schemas, max_tokens=48)
-
-
-@pytest.mark.slow
-@settings(max_examples=40, **QUIET)
-@given(st.lists(PARAMETERS, min_size=5, max_size=5), st.sampled_from([40, 96, 200]))
-def test_random_tools_wide(engine, schemas, max_tokens):
-    ask_for_calls(engine, schemas, max_tokens)
-
-
 NAMES = st.text("abcdefgh_ü€", min_size=1, max_size=5)
 LEAVES = st.one_of(
     st.fixed_dictionaries({"type": st.just("string")}, optional={"maxLength": st.integers(1, 6)}),
@@ -282,13 +244,5 @@ BATCHES = st.lists(CONSTRAINTS, min_size=5, max_size=5)
 @settings(max_examples=3, **QUIET)
 @given(BATCHES, st.sampled_from([20, 96]))
 def test_random_schemas_and_expressions(engine, constraints, max_tokens):
-    for constraint, answer in zip(constraints, ask(engine, constraints, max_tokens), strict=True):
-        assert_valid(engine, constraint, answer)
-
-
-@pytest.mark.slow
-@settings(max_examples=60, **QUIET)
-@given(BATCHES, st.sampled_from([20, 96]))
-def test_random_schemas_and_expressions_wide(engine, constraints, max_tokens):
     for constraint, answer in zip(constraints, ask(engine, constraints, max_tokens), strict=True):
         assert_valid(engine, constraint, answer)

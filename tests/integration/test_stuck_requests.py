@@ -264,8 +264,6 @@ def test_slow_constraint_makes_room(engine):
     [
         # Two of each kind, twice as many as run at once.
         pytest.param(16, False, id="16 others"),
-        pytest.param(32, False, id="32 others", marks=pytest.mark.slow),
-        pytest.param(200, False, id="200 others", marks=pytest.mark.slow),
         pytest.param(200, True, id="200 others, asynchronous", marks=pytest.mark.slow),
     ],
 )

@@ -319,14 +319,6 @@ def test_canvas_attention_alone(impl, max_examples):
     sweep(check_alone_is_identical, impl, max_examples)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("impl", "max_examples"), [("reference", 1500), ("triton-tiny", 200)])
-def test_canvas_attention_wide_sweep(impl, max_examples):
-    """The sweeps over many more batches."""
-    sweep(check_against_fp64, impl, max_examples)
-    sweep(check_alone_is_identical, impl, max_examples)
-
-
 def test_plan_canvas_attention():
     """A plan runs layers of its kind as the function does, padding and all; and it checks."""
     batch = make_batch([13, 8], [40, 90], [13, 0], padded_rows=3)

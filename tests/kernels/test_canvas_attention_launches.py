@@ -106,8 +106,9 @@ def short_replays(draw):
     return batch, draw(st.integers(1, 8)), draw(st.sampled_from([-1, 20]))
 
 
-@pytest.mark.parametrize("max_examples", [3, pytest.param(15, marks=pytest.mark.slow)])
-def test_canvas_attention_short_replay_of_a_long_graph(max_examples):
+@settings(SWEEP, max_examples=3)
+@given(short_replays())
+def test_canvas_attention_short_replay_of_a_long_graph(case):
     """However many splits were captured for how long a context, a short one is computed rightly,
     in no more key tiles than without splits, and the splits that it leaves empty do nothing."""
     from attention_kernels.canvas_attention.triton import launch as kernels
@@ -124,25 +125,20 @@ def test_canvas_attention_short_replay_of_a_long_graph(max_examples):
         kernels.CanvasLaunch(query, cache, sequences, options, cut)(query, cache, out)
         return out, visited
 
-    @settings(SWEEP, max_examples=max_examples)
-    @given(short_replays())
-    def every_case(case):
-        batch, num_splits, left = case
-        with (
-            mock.patch.object(kernels, "_scratch", nan_scratch),
-            mock.patch.object(kernels, "MIN_SPLIT_KEYS", 32),
-        ):
-            out, visited = launched(batch, num_splits, left)
-            whole, visited_whole = launched(batch, 1, left)
-        assert torch.equal(visited, visited_whole)
-        exact = expected(batch, torch.float64, scale=0.2, left=left)
-        same = expected(batch, torch.float32, scale=0.2, left=left)
-        assert_within_error_budget(out[: len(exact)], same, exact, "split", factor=4.0)
-        if int(batch.seq_lens.max()) <= 32:
-            # Too short to be cut: written as it is without splits.
-            assert torch.equal(out, whole)
-
-    every_case()
+    batch, num_splits, left = case
+    with (
+        mock.patch.object(kernels, "_scratch", nan_scratch),
+        mock.patch.object(kernels, "MIN_SPLIT_KEYS", 32),
+    ):
+        out, visited = launched(batch, num_splits, left)
+        whole, visited_whole = launched(batch, 1, left)
+    assert torch.equal(visited, visited_whole)
+    exact = expected(batch, torch.float64, scale=0.2, left=left)
+    same = expected(batch, torch.float32, scale=0.2, left=left)
+    assert_within_error_budget(out[: len(exact)], same, exact, "split", factor=4.0)
+    if int(batch.seq_lens.max()) <= 32:
+        # Too short to be cut: written as it is without splits.
+        assert torch.equal(out, whole)
 
 
 @pytest.mark.parametrize(

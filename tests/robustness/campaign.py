@@ -8,8 +8,8 @@ Requests are drawn from the seed alone (``requests.py``), and sent by clients th
 one another, some of which leave early. The server has a KV cache too small for all of them, so that
 requests are preempted. After each round: nothing runs or waits, no KV block is in use, a request is
 answered, and a sample of the answers with a seed is what the same requests get alone. At the end
-memory is where it was. What fails is sent again alone, made small, printed, and kept as a file; a
-server that dies is started again.
+memory is where it was. What fails is sent again alone, printed, and kept as a file; a server that dies is
+started again.
 """
 
 from __future__ import annotations
@@ -28,13 +28,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx
 import torch
-from hypothesis import HealthCheck, Phase, find, settings
-from hypothesis import strategies as st
-from hypothesis.errors import NoSuchExample
 
 from tests.robustness.client import Outcome, answers, send
 from tests.robustness.requests import CHAT, COMPLETIONS, KINDS, Request, Served, draw_request
@@ -134,10 +130,10 @@ def send_all(server: Server, requests: Sequence[Request]) -> list[Outcome]:
         return list(pool.map(send_one, requests))
 
 
-def send_alone(server: Server, request: Request, seconds: float = ALONE_SECONDS) -> Outcome:
+def send_alone(server: Server, request: Request) -> Outcome:
     """Send one request to an idle server, by a client that waits for it."""
     with httpx.Client(base_url=server.url, limits=UNSHARED) as client:
-        return send(client, dataclasses.replace(request, leaves_after=None), seconds)
+        return send(client, dataclasses.replace(request, leaves_after=None), ALONE_SECONDS)
 
 
 def run_round(
@@ -225,11 +221,11 @@ class OwnServer:
         except httpx.TransportError:
             return False
 
-    def fails(self, request: Request, seconds: float = ALONE_SECONDS) -> str | None:
-        """How a request fails alone, where it has so long; ``None`` if it does not."""
+    def fails(self, request: Request) -> str | None:
+        """How a request fails alone; ``None`` if it does not."""
         if not self.is_alive():
             self.start()
-        outcome = send_alone(self.server, request, seconds)
+        outcome = send_alone(self.server, request)
         if outcome.sort == "refused" and request.kind == "valid":
             return "is refused"
         if outcome.sort != "failed" or outcome.vllms_own(request):
@@ -239,72 +235,15 @@ class OwnServer:
         return f"status {outcome.status}" if self.is_alive() else "ends the engine"
 
 
-def explain(own: OwnServer, failures: Sequence[Failure], most: int, folder: Path) -> None:
-    """Keep what failed, send it again alone, and make up to ``most`` of it small."""
+def keep(own: OwnServer, failures: Sequence[Failure], folder: Path) -> None:
+    """Write what failed to files that ``--replay`` reads, and say how each fails alone."""
     folder.mkdir(parents=True, exist_ok=True)
-    with_request = [failure for failure in failures if failure.request is not None]
-    for failure in with_request:
-        _keep(folder, failure, failure.request)
-    num_small = 0
-    for failure in with_request:
-        request = failure.request
-        assert request is not None
-        how = own.fails(request)
-        if how is None:
-            print(f"{failure.number}: {failure.what}; not when it is sent alone")
-            continue
-
-        def fails_so(body: Any, request: Request = request, how: str = how) -> bool:
-            # Each part that can go costs this long where a request does not end.
-            return own.fails(dataclasses.replace(request, body=body), ALONE_SECONDS / 3) == how
-
-        small = minimise(request.body, fails_so)
-        print(f"{failure.number}: {how}: {request.path} {json.dumps(small)[:2000]}", flush=True)
-        _keep(folder, failure, dataclasses.replace(request, body=small))
-        num_small += 1
-        if num_small == most:
-            break
-
-
-def parts_of(value: Any) -> st.SearchStrategy[Any]:
-    """JSON from which parts are left out, and in which texts are cut; the less the simpler."""
-    if isinstance(value, str) and len(value) > 1:
-        return st.integers(1, len(value)).map(lambda length: value[:length])
-    if not isinstance(value, dict | list):
-        return st.just(value)
-    names = list(value) if isinstance(value, dict) else range(len(value))
-    # No part is a tuple, which stands for one that is left out.
-    parts = st.tuples(*(st.just(()) | parts_of(value[name]) for name in names))
-    kept = parts.map(lambda drawn: {n: p for n, p in zip(names, drawn, strict=True) if p != ()})
-    return kept if isinstance(value, dict) else kept.map(lambda some: list(some.values()))
-
-
-def minimise(body: Any, still_fails: Callable[[Any], bool]) -> Any:
-    """The smallest part of ``body`` that Hypothesis finds to fail, in some minutes at most.
-
-    Args:
-        body: JSON that fails.
-        still_fails: Whether another body does.
-    """
-    tried = settings(
-        max_examples=200,
-        database=None,
-        deadline=None,
-        phases=(Phase.generate, Phase.shrink),
-        suppress_health_check=list(HealthCheck),
-    )
-    try:
-        return find(parts_of(body), still_fails, settings=tried, random=random.Random(0))
-    except NoSuchExample:
-        return body
-
-
-def _keep(folder: Path, failure: Failure, request: Request | None) -> None:
-    """Write a file that ``--replay`` reads."""
-    record = dataclasses.asdict(failure)
-    assert request is not None
-    record["smallest"] = dataclasses.asdict(request)
-    (folder / f"{failure.number}.json").write_text(json.dumps(record, indent=1))
+    for failure in failures:
+        if failure.request is not None:
+            record = json.dumps(dataclasses.asdict(failure), indent=1)
+            (folder / f"{failure.number}.json").write_text(record)
+            how = own.fails(failure.request) or "not when it is sent alone"
+            print(f"{failure.number}: {failure.what}; {how}", flush=True)
 
 
 def options_of(order: str, num_ranks: int) -> list[str]:
@@ -353,7 +292,6 @@ def main() -> int:
     parser.add_argument("--order", choices=["sync", "async"], default="sync")
     parser.add_argument("--tp", type=int, choices=[1, 2], default=1, help="tensor-parallel ranks")
     parser.add_argument("--folder", type=Path, help="for logs and failures")
-    parser.add_argument("--explain", type=int, default=5, help="failures to make small")
     parser.add_argument("--replay", type=Path, help="a kept failure, to be sent alone")
     arguments = parser.parse_args()
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="campaign-"))
@@ -368,7 +306,7 @@ def main() -> int:
     try:
         if arguments.replay:
             own.start()
-            request = Request(**json.loads(arguments.replay.read_text())["smallest"])
+            request = Request(**json.loads(arguments.replay.read_text())["request"])
             failed = own.fails(request)
             print(failed or "does not fail alone")
             return int(failed is not None)
@@ -387,7 +325,7 @@ def main() -> int:
         for failure in tally.failures[:PRINTED]:
             text = failure.outcome.text[:300] if failure.outcome else ""
             print(f"FAILED {failure.number}: {failure.what} {text}")
-        explain(own, tally.failures, arguments.explain, folder / "failures")
+        keep(own, tally.failures, folder / "failures")
         return int(bool(tally.failures))
     finally:
         if hasattr(own, "server"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -12,18 +11,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.robustness.requests import NUMBERS, NUMERIC_XARGS
-from tests.support.specs import SETTINGS, diffusion_gemma_spec
-from vllm_diffusion.decoding.canvas_spec import CanvasSpec
-from vllm_diffusion.decoding.entropy_bound import EntropyBound
-from vllm_diffusion.decoding.layouts import FreeCanvas
+from tests.support.specs import diffusion_gemma_spec
 from vllm_diffusion.requests.arguments import parse_arguments
-from vllm_diffusion.startup.denoising_settings import Published, denoising_settings
-from vllm_diffusion.startup.plugin_settings import plugin_settings
 
 pytestmark = pytest.mark.engine
 
 SPEC = diffusion_gemma_spec(32)
-IN_SLOTS = tuple(EntropyBound.settings)
 numbers = st.one_of(st.sampled_from(NUMBERS), st.floats(), st.integers(), st.integers(0, 60))
 
 
@@ -58,39 +51,3 @@ def test_numbers_of_a_request(arguments: dict[str, Any]) -> None:
     for name, value in params.settings.items():
         assert_held(float(value), slots.requested.settings[name][1].item())
     assert 1 <= slots.requested.max_steps[1] <= 48
-
-
-@given(st.dictionaries(st.sampled_from(("max_denoising_steps", *IN_SLOTS)), numbers, max_size=3))
-@example({"stability_threshold": 2**31})
-@example({"t_max": 1e39})
-@settings(max_examples=400, deadline=None)
-def test_numbers_of_a_server(options: dict[str, Any]) -> None:
-    """What ``--additional-config`` may say, the device holds."""
-    from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest
-    from vllm_diffusion.requests.arguments import RequestArguments
-
-    # As it arrives.
-    options = json.loads(json.dumps(options))
-    published = Published({"max_denoising_steps": 48, **SETTINGS}, "generation_config.json")
-    rule = EntropyBound()
-    refused = None
-    try:
-        max_steps, values = denoising_settings(
-            plugin_settings({"diffusion": options}), None, rule, published
-        )
-    except ValueError as error:
-        refused = str(error)
-    if refused is not None:
-        assert any(name in refused for name in options)
-        return
-    spec = CanvasSpec(FreeCanvas(32), rule, max_steps, values)
-    slots = CanvasSlots(2, spec, 316, torch.device("cpu"))
-    slots.add_request(1, NewRequest(RequestArguments()))
-    slots.apply_staged_writes()
-    for name, value in options.items():
-        held = (
-            slots.requested.max_steps
-            if name == "max_denoising_steps"
-            else slots.requested.settings[name]
-        )
-        assert_held(float(value), held[1].item())

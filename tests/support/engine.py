@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.vocab_statistics import RowLogits
-from tests.support.generate import run_batches
+from tests.support.generate import run_batches, small_engine
 from vllm_diffusion.canvas.slots import Phase
 
 
@@ -41,19 +41,12 @@ class TracedEngine:
     def __init__(self, checkpoint: Path, **kwargs: Any) -> None:
         from vllm import LLM
 
-        defaults: dict[str, Any] = {
-            "max_model_len": 1024,
-            "max_num_seqs": 4,
-            "enforce_eager": True,
-            "limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0},
-            "kv_cache_memory_bytes": 64 * 1024**2,
-        }
         # vLLM collects garbage a dozen times in an engine's life. Each time it would walk the million
         # objects that imports have made, half a second each, since it thaws whatever is frozen.
         gc.collect()
         gc.freeze()
         with mock.patch.object(gc, "freeze"):
-            self.llm = LLM(str(checkpoint), **(defaults | kwargs))
+            self.llm = LLM(**small_engine(checkpoint, **kwargs))
         core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = core.scheduler
         # None where the workers are other processes.

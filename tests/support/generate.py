@@ -16,6 +16,20 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+# Of an engine for tests, in any process.
+SMALL: dict[str, Any] = {
+    "max_model_len": 1024,
+    "max_num_seqs": 4,
+    "enforce_eager": True,
+    "limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0},
+    "kv_cache_memory_bytes": 64 * 1024**2,
+}
+
+
+def small_engine(checkpoint: Path | str, **options: Any) -> dict[str, Any]:
+    """Arguments of ``LLM``."""
+    return {"model": str(checkpoint)} | SMALL | options
+
 
 def run_engine(job: dict[str, Any], **environment: str) -> dict[str, Any]:
     """Start a process, run ``job``, return what it wrote.
@@ -51,13 +65,8 @@ def tokens_of_batch(
     checkpoint: Path, requests: list[dict[str, Any]], **options: Any
 ) -> list[list[int]]:
     """What one batch of requests is answered by an engine in a process of its own."""
-    engine = {
-        "model": str(checkpoint),
-        "enforce_eager": True,
-        "kv_cache_memory_bytes": 64 * 1024**2,
-        **options,
-    }
-    (answers,) = run_engine({"engine": engine, "batches": [requests]})["batches"]
+    job = {"engine": small_engine(checkpoint, **options), "batches": [requests]}
+    (answers,) = run_engine(job)["batches"]
     return [answer["tokens"] for answer in answers]
 
 

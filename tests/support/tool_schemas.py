@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import strategies as st
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+from tests.support.vllm_configs import vllm_config
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
 NAMES = st.text("abcdefgh_ÜÉ€09-", min_size=1, max_size=5)
 WORDS = st.text('abc{}[],:"\\\n €<|>é', max_size=5)
@@ -87,16 +89,6 @@ VALUES = st.recursive(
 PARAMETERS = _objects(VALUES)
 
 
-def model_config(*, is_diffusion: bool = True) -> Any:
-    """What a parser asks of a model's configuration."""
-    return SimpleNamespace(
-        is_diffusion=is_diffusion,
-        hf_config=SimpleNamespace(model_type="gemma4"),
-        hf_text_config=SimpleNamespace(model_type="gemma4"),
-        hf_overrides=None,
-    )
-
-
 def tool(parameters: Any, name: str = "store", **function: Any) -> dict[str, Any]:
     return {
         "type": "function",
@@ -120,4 +112,5 @@ def gemma_parser(tokenizer: Any, *, is_diffusion: bool = True) -> Any:
         tool_parser_name="gemma4", reasoning_parser_name="gemma4", enable_auto_tools=True
     )
     assert parser_cls is not None
-    return parser_cls(tokenizer, None, model_config=model_config(is_diffusion=is_diffusion))
+    checkpoint = None if is_diffusion else shipped_checkpoint("qwen3")
+    return parser_cls(tokenizer, None, model_config=vllm_config(checkpoint).model_config)

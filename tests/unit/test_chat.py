@@ -23,9 +23,7 @@ from unittest import mock
 
 import pytest
 
-from tests.support.checkpoints import SHIPPED
 from vllm_diffusion.cli.main import main
-from vllm_diffusion.startup.shipped import TASKS
 
 KEY = "a key"
 # What vLLM sends behind the head of a stream that fails.
@@ -147,14 +145,6 @@ def test_plain(served) -> None:
     assert "vllm_xargs" not in first
     assert [message["role"] for message in second["messages"]] == ["user", "assistant", "user"]
     assert second["messages"][1]["content"] == said
-
-
-def test_greeting(served) -> None:
-    """It says what a shipped checkpoint can do, wherever that is installed, and of other models nothing."""
-    url, handler = served
-    assert TASKS not in chat(url, "").stderr
-    handler.root = f"/of/another/machine/vllm_diffusion/checkpoints/{SHIPPED.name}"
-    assert TASKS in chat(url, "").stderr
 
 
 def test_commands(served) -> None:

@@ -187,29 +187,3 @@ def test_server_stubborn(is_impatient: bool, monkeypatch: pytest.MonkeyPatch) ->
         if is_impatient:
             threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     assert_gone(log)
-
-
-@pytest.mark.slow
-def test_vllm_command() -> None:
-    """What was imported is not looked at for garbage, what is made later is, and the engine is forked."""
-    told = (
-        "print(gc.get_freeze_count(), gc.isenabled(), os.environ['VLLM_WORKER_MULTIPROC_METHOD'])"
-    )
-    lines = (
-        "import gc, os, runpy, vllm.entrypoints.cli.main as command",
-        f"command.main = lambda: {told}",
-        f"runpy.run_module({server.VLLM_SERVE[2]!r}, run_name='__main__')",
-    )
-    environment = {**os.environ, "VLLM_DIFFUSION_CPU": "1"}
-    environment.pop("VLLM_WORKER_MULTIPROC_METHOD", None)
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-        env=environment,
-    )
-    frozen, *rest = done.stdout.split()
-    assert int(frozen) > 100_000, done.stderr
-    assert rest == ["True", "fork"]

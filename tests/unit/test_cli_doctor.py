@@ -9,15 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from packaging.requirements import Requirement
 
 from tests.support.kernel_stand_ins import COMMAND
 from vllm_diffusion.cli import doctor, gpu_report
 from vllm_diffusion.cli.doctor import OK, PROBLEM, WARNING, Fact, safely
 from vllm_diffusion.cli.main import main
 from vllm_diffusion.kernel_choice import process
-from vllm_diffusion.kernel_choice.cases import KernelCase
-from vllm_diffusion.kernel_choice.process import Outcome
 from vllm_diffusion.startup import machine
 
 PLUGINS = "vllm_diffusion,vllm_diffusion_cpu"
@@ -45,16 +42,6 @@ def test_environment(name: str, value: str, mark: str, monkeypatch) -> None:
     facts = {fact.name: fact for fact in doctor.environment_facts({name: value})}
     assert facts.pop(name).mark == mark
     assert {fact.mark for fact in facts.values()} == {OK}
-
-
-@pytest.mark.parametrize(
-    ("requirement", "mark"),
-    [("pytest>=1", OK), ("pytest<1", WARNING), ("no-such-thing>=1", PROBLEM)],
-)
-def test_package(requirement: str, mark: str) -> None:
-    """A version out of range is a warning, a missing package a problem; both name the command."""
-    fact = doctor.package_fact(Requirement(requirement).name, Requirement(requirement))
-    assert (fact.mark, requirement in fact.remedy) == (mark, mark != OK)
 
 
 @pytest.mark.parametrize(
@@ -162,24 +149,3 @@ def test_gpu(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) ->
     assert socket.gethostname() not in text
     names = f"ptxas /home/alice/.triton/cache/x.ptx on {socket.gethostname()} ~/secret/run 1/2"
     assert gpu_report.without_names(names) == "ptxas x.ptx on this machine run 1/2"
-
-
-def test_the_option_that_is_faster() -> None:
-    """Named where it is right in all layers, and faster by enough."""
-
-    def option(*cases: tuple[str, str, float]) -> str:
-        return gpu_report.faster_option(
-            [
-                (KernelCase("attention", kind, impl), Outcome("right", microseconds=time))
-                for kind, impl, time in cases
-            ]
-        )
-
-    default = (("a", "triton", 100.0), ("b", "triton", 100.0))
-    assert option(*default, ("a", "cute", 80.0), ("b", "cute", 80.0)) == (
-        "Attention takes 20% less time with "
-        """--additional-config '{"diffusion": {"attention": "cute"}}'"""
-    )
-    assert not option(*default, ("a", "cute", 96.0), ("b", "cute", 96.0))
-    assert not option(*default, ("a", "cute", 80.0))
-    assert not option()

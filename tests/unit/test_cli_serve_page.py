@@ -105,18 +105,6 @@ def test_served(key: str | None, serve, tmp_path: Path, monkeypatch, capsys) -> 
     assert not list(tmp_path.glob("*.log"))
 
 
-@pytest.mark.parametrize(("behaviour", "status"), [("dies", 3), ("dies later", 4)])
-def test_server_fails(behaviour: str, status: int, serve, tmp_path: Path, capsys) -> None:
-    """The end of its log is printed, whenever it ends; the whole log stays."""
-    serve.behaviour = behaviour
-    assert serve() == 1
-    said = capsys.readouterr().err
-    assert "a line of the server's" in said
-    assert f"stopped with exit status {status}" in said
-    (log,) = tmp_path.glob("*.log")
-    assert str(log) in said
-
-
 @pytest.mark.parametrize(
     ("user", "variables", "has_terminal", "problem"),
     [

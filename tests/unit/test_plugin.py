@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import sys
 from typing import Any
 
 import pytest
 
-from vllm_diffusion import metrics, plugin
+from vllm_diffusion import plugin
 from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaEngineConfig
 from vllm_diffusion.families.registry import FAMILIES
 from vllm_diffusion.hooks import upstream
@@ -158,29 +157,3 @@ def test_symbols_after_registration(tables: pytest.MonkeyPatch) -> None:
     """What we put in a symbol's place does not hide what was there."""
     plugin.register()
     assert upstream.moved_symbols(upstream.read_symbols()) == []
-
-
-def test_signature_of_missing() -> None:
-    """Neither a missing module nor a missing attribute is an exception."""
-    assert upstream.signature_of("vllm.no_such_module:x") == "missing"
-    assert upstream.signature_of("vllm.sampling_params:SamplingParams.no.such") == "missing"
-
-
-def test_entry_points() -> None:
-    """Platform, models and counters have names of their own, to be chosen by VLLM_PLUGINS."""
-    groups = ("vllm.platform_plugins", "vllm.general_plugins", "vllm.stat_logger_plugins")
-    found = {
-        (group, entry.name): entry.load()
-        for group in groups
-        for entry in importlib.metadata.entry_points(group=group)
-        if entry.value.startswith("vllm_diffusion")
-    }
-    assert set(found) == {
-        ("vllm.platform_plugins", "vllm_diffusion_cpu"),
-        ("vllm.general_plugins", "vllm_diffusion"),
-        ("vllm.stat_logger_plugins", "vllm_diffusion_metrics"),
-    }
-    assert found["vllm.general_plugins", "vllm_diffusion"] is plugin.register
-    assert (
-        found["vllm.stat_logger_plugins", "vllm_diffusion_metrics"] is metrics.DiffusionStatLogger
-    )

@@ -7,7 +7,6 @@ import os
 import platform
 import shutil
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -170,7 +169,6 @@ def machine_facts() -> Iterator[Fact]:
     import psutil
 
     yield system_fact(sys.platform, platform.machine())
-    yield Fact("processor cores", str(len(os.sched_getaffinity(0))))
     memory = psutil.virtual_memory()
     available = f"{memory.available / _GIB:.1f} GiB available of {memory.total / _GIB:.1f} GiB"
     remedy = f"free some: the shipped checkpoint takes about {_NEEDED_MEMORY / _GIB:.0f} GiB"
@@ -187,7 +185,6 @@ def machine_facts() -> Iterator[Fact]:
     cache = cache_folder()
     yield disk_fact("vLLM's cache", Path(os.environ.get("VLLM_CACHE_ROOT", cache / "vllm")))
     yield disk_fact("models' cache", Path(os.environ.get("HF_HOME", cache / "huggingface")))
-    yield disk_fact("temporary files", Path(tempfile.gettempdir()))
 
 
 def system_fact(system: str, machine: str) -> Fact:

@@ -94,12 +94,8 @@ def test_llada2_2_is_told_by_its_capacity(tmp_path: Path) -> None:
     [
         ({"peft_type": "IA3"}, "peft_type='IA3' must be \"LORA\""),
         ({"r": 0}, "r=0 must be an integer of at least 1"),
-        ({"r": "4"}, "r='4' must be an integer"),
         ({"r": 8}, "o_proj.lora_A is F32 [4, 128], but by this model ... [8, 128]"),
-        ({"lora_alpha": None}, "lora_alpha=None must be a finite number above 0"),
         ({"lora_alpha": float("inf")}, "lora_alpha=inf must be a finite number above 0"),
-        ({"bias": "all"}, "bias='all' must be \"none\""),
-        ({"use_dora": True}, "use_dora=True must be left out"),
         ({"rank_pattern": {"layers.0.self_attn.o_proj": "4"}}, "rank_pattern="),
         ({"alpha_pattern": {"layers.0.self_attn.o_proj": 9}}, "alpha_pattern must be left out"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save=['lm_head'] must be left out"),

@@ -22,7 +22,6 @@ from torch import Tensor
 from tests.support.engine import TracedEngine
 from tests.support.families import nemotron
 from tests.support.families import run as loops
-from tests.support.families.law import check_law, outcomes
 from tests.support.families.model import MASK_ID, Nemotron, prompt_of
 from tests.support.families.model import nemotron as tiny_nemotron
 from tests.support.families.run import Run
@@ -406,30 +405,6 @@ def test_what_canvases_do_not_have(engine: TracedEngine, model: Nemotron) -> Non
     (found,) = generate(engine, [prompt], [wanted])
     text = engine.llm.get_tokenizer().decode(found.token_ids, skip_special_tokens=True)
     assert re.fullmatch(r"[a-f]{3,9} [0-9]{2}", text)
-
-
-@drafts
-@pytest.mark.slow
-def test_law(engine: TracedEngine, model: Nemotron) -> None:
-    """At temperature above 0 three tokens follow the law of the autoregressive loop."""
-    top_k, temperature, num_requests = 2, 1.3, 800
-    prompt = prompt_of(6)
-
-    def law(said: list[int]) -> Tensor:
-        ids = torch.tensor([*prompt, *said])
-        logits = model(ids, loops.causal(len(ids)))[-1:] / temperature
-        return loops.filtered(logits, top_k, 1.0)[0].double().softmax(-1)
-
-    lawful = outcomes(law, 3)
-    assert len(lawful) == top_k**3
-    wanted = [
-        params(max_tokens=3, temperature=temperature, top_k=top_k, seed=i)
-        for i in range(num_requests)
-    ]
-    with counting(engine) as found:
-        completions = generate(engine, [prompt] * num_requests, wanted)
-    assert max(found) > 1
-    check_law(lawful, list(map(tuple, tokens_of(completions))))
 
 
 @pytest.mark.slow

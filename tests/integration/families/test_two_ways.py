@@ -17,9 +17,7 @@ from transformers import AutoTokenizer
 
 from tests.support.checkpoints import SHIPPED, random_checkpoint
 from tests.support.engine import TracedEngine
-from tests.support.families.law import check_law, outcomes
 from tests.support.families.model import prompt_of
-from tests.support.frames import EVERY_FIELD, Watched
 from tests.support.gemma4 import encoder_as_gemma4, greedy_tokens, logits_of
 from tests.support.generate import tokens_of_batch
 from tests.support.oracle import Oracle
@@ -144,45 +142,6 @@ def test_passes(engine: TracedEngine) -> None:
     assert metrics.passes == 1 + 2 * len(metrics.denoise_steps_per_canvas)
 
 
-@drafts
-def test_frames_show_drafts(engine: TracedEngine) -> None:
-    """Each draft is a frame; what is kept of it begins it, and is answered."""
-    prompt, wanted = prompt_of(20, seed=6), params(extra_args=EVERY_FIELD)
-    seen = Watched(engine.llm, [prompt], [wanted])
-    tokens, start = list(seen.outputs[0].outputs[0].token_ids), 0
-    for (frame,) in seen.canvases(0):
-        kept = list(frame.answer_token_ids)
-        assert kept == tokens[start : start + len(kept)]
-        assert list(frame.token_ids or ())[: len(kept)] == kept
-        start += len(kept)
-    assert start == len(tokens)
-
-
-@drafts
-@pytest.mark.parametrize(
-    ("field", "changes"),
-    [
-        ("presence_penalty", {"presence_penalty": 0.5}),
-        ("repetition_penalty", {"repetition_penalty": 1.1}),
-        ("bad_words", {"bad_words": ["a"]}),
-        ("structured_outputs", {"structured_outputs": "[a-f]{3}"}),
-        ("diffusion_max_steps", {"extra_args": {"diffusion_max_steps": 2}}),
-        ("diffusion_pinned", {"extra_args": {"diffusion_seed_canvas": [5] * 16}}),
-    ],
-)
-def test_refused_fields(engine: TracedEngine, field: str, changes: dict[str, Any]) -> None:
-    """What a draft's rows cannot know, with the rule that has it; what would change no token."""
-    from vllm.exceptions import VLLMValidationError
-    from vllm.sampling_params import StructuredOutputsParams
-
-    if regex := changes.get("structured_outputs"):
-        changes = {"structured_outputs": StructuredOutputsParams(regex=regex), "ignore_eos": False}
-    with pytest.raises(VLLMValidationError) as raised:
-        engine.outputs([prompt_of(5)], params(**changes))
-    assert field.partition("_")[0] in str(raised.value.parameter)
-    assert field.startswith("diffusion") or 'rule "autoregressive"' in str(raised.value)
-
-
 @pytest.mark.slow
 def test_same_draws_for_every_draft(checkpoint: Path) -> None:
     """At a temperature a seed gives the same tokens, however many are drafted and in how many steps."""
@@ -211,27 +170,6 @@ def test_scalars_of_a_canvas(checkpoint: Path) -> None:
             )
             for ours, theirs in zip(denoised, exact, strict=False):
                 assert (ours.logits - theirs).abs().max() < 2e-4
-
-
-@pytest.mark.slow
-@drafts
-def test_law(engine: TracedEngine, oracle: Any) -> None:
-    """At a temperature three tokens follow the law of drawing one after another."""
-    top_k, temperature, num_requests = 2, 1.3, 800
-    prompt = prompt_of(6)
-
-    def law(said: list[int]) -> torch.Tensor:
-        logits = logits_of(oracle, [*prompt, *said])[-1] / temperature
-        kept = logits.topk(top_k)
-        filtered = torch.full_like(logits, float("-inf")).scatter(-1, kept.indices, kept.values)
-        return filtered.double().softmax(-1)
-
-    wanted = [
-        params(max_tokens=3, temperature=temperature, top_k=top_k, seed=i)
-        for i in range(num_requests)
-    ]
-    found = tokens_of(engine.outputs([prompt] * num_requests, wanted))
-    check_law(outcomes(law, 3), list(map(tuple, found)))
 
 
 @pytest.mark.slow

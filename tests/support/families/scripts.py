@@ -12,11 +12,9 @@ from torch import Tensor
 
 from tests.support.families import (
     dream_reasoner,
-    fast_dllm,
     llada2,
     nemotron,
     run,
-    sdar,
     stable_diffcoder,
 )
 from tests.support.families.model import scripted
@@ -55,16 +53,6 @@ def blocks(result: run.Run, kind: str) -> list[int]:
     return [len(list(group)) for _, group in itertools.groupby(starts)]
 
 
-# The published loops at the size of these scripts, of a model, ``prompt_ids`` and what else is given.
-sdar_loop = partial(
-    sdar.generate,
-    prompt_ids=(),
-    mask_id=MASK,
-    gen_length=8,
-    block_length=8,
-    denoising_steps=8,
-    temperature=0.0,
-)
 llada2_0_loop = partial(
     llada2.generate_2_0,
     prompt_ids=(),
@@ -87,14 +75,6 @@ llada2_2_loop = partial(
     gen_length=4,
     block_length=4,
     steps=4,
-)
-fast_dllm_loop = partial(
-    fast_dllm.generate,
-    mask_id=MASK,
-    stop_token=END,
-    max_new_tokens=8,
-    block_size=8,
-    small_block_size=4,
 )
 nemotron_loop = partial(nemotron.generate, max_new_tokens=8, block_length=8, mask_id=MASK)
 linear_spec_loop = partial(

@@ -12,7 +12,6 @@ import machine
 import pytest
 import results
 from campaign import EXPERIMENTS, Experiment
-from figures import FIGURES
 
 H200 = {"gpu": "NVIDIA H200", "driver": "580.1", "vllm": "0.33.0", "torch": "2.14.0"}
 H200 |= {"triton": "3.8.0", "capability": "9.0", "memory_gib": 139.8}
@@ -98,12 +97,3 @@ def test_an_interrupted_campaign_keeps_its_rows(tmp_path):
     result = results.read(out)["kernels"]
     assert (result.state, result.reason) == ("cut", "the campaign was ended")
     assert result.rows == [{"table": "t", "value": 1}]
-
-
-def test_the_list():
-    """Every script is there, each is bounded, and every figure has its experiment."""
-    assert all(one.expected <= one.limit <= 8 for one in EXPERIMENTS)
-    for one in EXPERIMENTS:
-        assert (machine.ROOT / one.command("data", "out")[1]).is_file()
-    named = {name for figure in FIGURES for name in figure.experiments.split()}
-    assert named <= {one.name for one in EXPERIMENTS}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import records
@@ -70,16 +69,3 @@ def test_figures_are_those_of_the_rows():
     assert "| at most 0 |  | `kernels` | 1, **missed**" in table
     assert "| kernels | done | 3.0 | why | `python x` |" in table
     assert answered(table) == 9
-
-
-def test_runs_stand_apart():
-    """Sides of a comparison from two commits are no comparison."""
-    other = replace(H200, commit="b" * 40)
-    theirs = results_of(other, serving_stock=STOCK, serving_tuned=TUNED)
-    table = report.table([(H200, results_of(serving_ours=OURS)), (other, theirs)])
-    assert "1.25" not in table
-    for commit in ("a" * 12, "b" * 12):
-        assert (
-            f"### 2026-12-01, NVIDIA H200, driver 580.1, torch 2.14, triton 3.8, vllm 0.33, commit {commit}"
-            in table
-        )

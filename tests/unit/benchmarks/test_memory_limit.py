@@ -46,15 +46,3 @@ def test_bf16(config):
     assert size.total == sum(
         (size.dense, size.experts, size.head, size.self_conditioning, size.kv_cache)
     )
-
-
-def test_fp8(config):
-    """One byte a weight and two an output channel, for attention, MLPs and experts."""
-    size = memory_limit.pass_bytes(
-        config, settings_of("fp8-dynamic"), touched_experts=128, context=100
-    )
-    channels = SLIDING * (256 * 32 + HIDDEN) + FULL * (512 * 18 + HIDDEN)
-    channels += 30 * (2 * 2112 + HIDDEN)
-    assert size.dense == ATTENTION + MLP + 2 * channels + 2 * (ROUTERS + NORMS)
-    assert size.experts == 30 * 128 * (EXPERT + 2 * (2 * INNER + HIDDEN))
-    assert size.self_conditioning == 2 * CONDITIONING

@@ -20,9 +20,7 @@ from vllm_diffusion.decoding.layouts import (
     FreeCanvas,
     SeededBlock,
     ShiftedBlock,
-    ShiftedSequence,
     VerifiedDraft,
-    WholeSequence,
 )
 
 SLOTS, LENGTH, ROWS, VOCAB = 5, 4, 48, 1000
@@ -189,41 +187,3 @@ def test_searches_whole_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     # The views that graphs are compiled for, and no view made inside of a function.
     held = [rows._numbers.row_start, rows._numbers.query_start]
     assert all(found is whole for found, whole in zip(searched, held, strict=True))
-
-
-@pytest.mark.parametrize("layout", [WholeSequence, ShiftedSequence])
-@given(
-    # Of each request: prompt, blocks of its answer, and how many of them are emitted.
-    chosen=st.lists(
-        st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(0, 2)).filter(
-            lambda r: r[2] < r[1]
-        ),
-        min_size=1,
-        max_size=3,
-    ),
-    slots=st.permutations(range(3)),
-)
-def test_whole_sequences(layout, chosen, slots):
-    """The rows of the first block that is not known are sampled, and no others."""
-    block, length, most = 2, 12, 40
-    spec = spec_of(layout)
-    spec.length, spec.layout, spec.block_length = length, layout(length), lambda settings: block
-    canvases = CanvasSlots(3, spec, 40, CPU)
-    canvases.block_length.fill(block)
-    rows = PassRows(canvases, most, None)
-    widths = [prompt + num_blocks * block for prompt, num_blocks, _ in chosen]
-    for slot, (prompt, _, num_emitted) in zip(slots, chosen, strict=False):
-        canvases.num_given[slot] = prompt + num_emitted * block
-    rows.lay_out(batch_of([(0, w, 0, p) for w, (p, *_) in zip(widths, chosen, strict=True)], slots))
-    found, first = [], 0
-    for slot, width, (prompt, _, num_emitted) in zip(slots, widths, chosen, strict=False):
-        start = prompt + num_emitted * block
-        found += [(slot, at, first + at, at) for at in range(start, start + block)]
-        first += width
-    n = rows.num_rows
-    of_rows = (rows.slot, rows.position, rows.index, rows.offset)
-    assert [tuple(int(column[i]) for column in of_rows) for i in range(n)] == found
-    shift = layout is ShiftedSequence
-    assert rows.hidden_index[:n].tolist() == [at - shift for _, _, at, _ in found]
-    assert rows.causal.num_rows.tolist() == [0] * 3
-    assert rows.of_slots.num_rows[list(slots[: len(chosen)])].tolist() == widths

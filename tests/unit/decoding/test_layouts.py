@@ -9,16 +9,12 @@ from hypothesis import strategies as st
 
 from vllm_diffusion.decoding.layouts import (
     AlignedBlock,
-    BlockAfterPrompt,
     CanvasLayout,
     FreeCanvas,
-    GrowingSequence,
     ScheduledRequest,
     SeededBlock,
     ShiftedBlock,
-    ShiftedSequence,
     VerifiedDraft,
-    WholeSequence,
 )
 
 LENGTH = 4
@@ -128,111 +124,3 @@ def test_seed_position() -> None:
     assert ShiftedBlock(LENGTH).seed_position(num_final).tolist() == [0] * 4
     for layout in (FreeCanvas, AlignedBlock):
         assert not layout.starts_from_commit
-
-
-@pytest.mark.parametrize("layout", [WholeSequence, ShiftedSequence])
-@given(
-    num_prompt=st.integers(1, 39),
-    max_tokens=st.integers(1, 60),
-    block_length=st.integers(1, 50),
-    num_left=st.integers(0, 60),
-)
-def test_a_whole_sequence(
-    layout: type[CanvasLayout],
-    num_prompt: int,
-    max_tokens: int,
-    block_length: int,
-    num_left: int,
-) -> None:
-    """Its canvas holds the prompt and the answer in whole blocks, as many as the model's length lets."""
-    own = layout(40)
-    width = own.width(None, num_prompt, num_prompt, max_tokens, block_length)
-    growing = GrowingSequence(40)
-    # It reaches the same width, a block at a time.
-    known, widths = num_prompt, []
-    while known < width:
-        known = growing.width(None, num_prompt, known, max_tokens, block_length)
-        widths.append(known)
-    steps = [b - a for a, b in zip([num_prompt, *widths], widths, strict=False)]
-    assert widths[-1] == width
-    assert set(steps[:-1]) <= {block_length}
-    room = 40 - num_prompt
-    assert num_prompt < width <= 40
-    if block_length > room:
-        assert width - num_prompt == min(max_tokens, room)
-    else:
-        assert (width - num_prompt) % block_length == 0
-        fits = -(-max_tokens // block_length) * block_length <= room
-        assert (width - num_prompt >= max_tokens) if fits else (width + block_length > 40)
-    request = ScheduledRequest(
-        num_prompt=num_prompt,
-        num_tokens=num_prompt,
-        num_computed=0,
-        num_uncomputed=num_prompt,
-        num_granted=1,
-        num_left=num_left,
-        max_model_len=40,
-        canvas_width=width,
-        next_width=width,
-        is_at_prompt=True,
-        narrows_later=False,
-        shares_prompt=True,
-        shares_encode=True,
-    )
-    rows = own.rows(request)
-    assert rows == ((width, width) if width <= num_left else (0, 0))
-
-
-@given(
-    num_prompt=st.integers(1, 40),
-    num_blocks=st.integers(0, 3),
-    num_computed=st.integers(0, 39),
-    num_granted=st.integers(0, 60),
-    num_left=st.integers(0, 60),
-    max_tokens=st.integers(1, 30),
-)
-def test_blocks_after_the_prompt(
-    num_prompt: int,
-    num_blocks: int,
-    num_computed: int,
-    num_granted: int,
-    num_left: int,
-    max_tokens: int,
-) -> None:
-    """Known tokens end with a block of the prompt's count, and a canvas is as long as is wanted of it."""
-    own = BlockAfterPrompt(LENGTH)
-    num_known = num_prompt + num_blocks * LENGTH
-    borders = {0, *range(num_prompt % LENGTH, num_known + 1, LENGTH)}
-    num_computed = max(border for border in borders if border <= num_computed)
-    width = own.width(None, num_prompt, num_known, num_blocks * LENGTH + max_tokens, LENGTH)
-    assert width == min(LENGTH, max_tokens)
-    request = ScheduledRequest(
-        num_prompt=num_prompt,
-        num_tokens=num_known,
-        num_computed=num_computed,
-        num_uncomputed=num_known - num_computed,
-        num_granted=num_granted,
-        num_left=num_left,
-        max_model_len=1000,
-        canvas_width=width,
-        next_width=width,
-        is_at_prompt=num_blocks == 0,
-        narrows_later=False,
-        shares_prompt=True,
-        shares_encode=True,
-    )
-    rows = own.rows(request)
-    assert rows.num_rows <= num_left
-    assert num_computed + rows.num_rows - rows.num_added in borders
-    if rows.num_added:
-        assert rows.num_added == width
-        assert num_computed + rows.num_rows - width == num_known
-
-    positions = torch.arange(num_known + width)
-    spans = torch.zeros(len(positions), 2, dtype=torch.int32)
-    own.row_spans(positions, spans, lambda: torch.full_like(positions, num_prompt))
-    block = (positions - num_prompt).div(LENGTH, rounding_mode="floor")
-    for at, (first, end) in enumerate(spans.tolist()):
-        same = positions[block == block[at]]
-        assert first == int(same[0])
-        assert end > int(same[-1])

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.families.run import even_schedule, most_confident
 from tests.support.specs import step_inputs
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
 from vllm_diffusion.decoding.reveal import (
@@ -15,7 +14,6 @@ from vllm_diffusion.decoding.reveal import (
     ENTROPY,
     ENTROPY_BUDGET,
     SEQUENTIAL,
-    STATIC,
     STRATEGIES,
     Reveal,
 )
@@ -161,49 +159,6 @@ def test_reveal_always_ends(seed, threshold, strategy, steps, sub_block_length):
     raise AssertionError(f"not done after {length} steps")
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    st.integers(0, 10_000),
-    st.sampled_from([0.1, 0.5, 0.9]),
-    st.sampled_from([DYNAMIC, STATIC, SEQUENTIAL]),
-    st.sampled_from([1, 2, 3, 5, 8]),
-)
-def test_reveal_is_the_published_choice(seed, threshold, strategy, steps):
-    """Step by step what SDAR's loop reveals, with as many steps as there are."""
-    generator = torch.Generator().manual_seed(seed)
-    length = 8
-    schedule = even_schedule(length, steps)
-    canvas = torch.full((length,), MASK)
-    canvas[: seed % 3] = 5
-    for step in range(steps):
-        p = torch.rand(length, generator=generator)
-        # Ties too.
-        p = (p * 8).round() / 8 if seed % 2 else p
-        masked = canvas == MASK
-        confident = masked & (p > threshold)
-        if strategy == SEQUENTIAL:
-            expected = masked & (masked.cumsum(0) <= schedule[step])
-        elif strategy == DYNAMIC and int(confident.sum()) >= schedule[step]:
-            expected = confident
-        else:
-            expected = most_confident(p, masked, schedule[step])
-        decision = reveal(
-            Reveal(MASK),
-            step_inputs(
-                canvas=canvas[None],
-                drawn_confidence=p[None],
-                step=torch.tensor([step]),
-                max_steps=torch.tensor([steps]),
-            ),
-            threshold,
-            strategy,
-        )
-        assert torch.equal(decision.keep[0], expected | ~masked)
-        canvas = torch.where(expected, 7, canvas)
-        if not (canvas == MASK).any():
-            return
-
-
 def _by_definition(
     strategy: str,
     candidates: list[int],
@@ -312,37 +267,6 @@ def test_budget_without_the_largest(budget, num_revealed):
     )
     order = [2, 3, 1, 0]
     assert sorted(order[:num_revealed]) == decision.keep[0].nonzero()[:, 0].tolist()
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    st.integers(0, 8),
-    st.sampled_from([1, 2, 3, 5, 8]),
-    st.sampled_from([STATIC, SEQUENTIAL, ENTROPY]),
-)
-def test_a_canvas_s_own_masks_are_spread(num_known, steps, strategy):
-    """As Nemotron's and Stable-DiffCoder's loops do: known positions take nothing of the schedule."""
-    length = 8
-    canvas = torch.full((1, length), MASK)
-    canvas[:, :num_known] = 5
-    counts = []
-    for step in range(steps):
-        decision = reveal(
-            Reveal(MASK, spreads_masks=True),
-            step_inputs(
-                canvas=canvas,
-                drawn_confidence=torch.rand(1, length),
-                entropy=torch.rand(1, length),
-                step=torch.tensor([step]),
-                max_steps=torch.tensor([steps]),
-            ),
-            0.5,
-            strategy,
-        )
-        after = torch.where(decision.keep, decision.tokens, canvas)
-        counts.append(int(((canvas == MASK) & decision.keep).sum()))
-        canvas = after
-    assert counts == even_schedule(length - num_known, steps)
 
 
 def test_an_end_with_no_mask_before_it_ends_the_canvas():

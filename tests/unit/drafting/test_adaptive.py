@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 import pytest
 
-from vllm_diffusion.drafting.adaptive import Acceptance, AdaptiveDraft
+from vllm_diffusion.drafting.adaptive import AdaptiveDraft
 
 LEVELS = (1, 3, 7)
 KNOWN, UNKNOWN, HALF = 0.95, 0.05, 0.6
@@ -136,29 +137,20 @@ def cost_to_best(
     return mean(None) / min(mean(level) for level in (0, *LEVELS))
 
 
-def loads(machines: tuple[Machine, ...], others: tuple[tuple[int, int], ...], always: Any) -> Any:
-    """Requests at a time and tokens of their prompts, by machine; slow where not ``always``."""
+def loads(always: Iterable[tuple[Machine, int, int]], slow: tuple[Machine, int, int]) -> Any:
+    """Requests at a time and tokens of their prompts, by machine."""
+    marked = [*((load, ()) for load in always), (slow, pytest.mark.slow)]
     return pytest.mark.parametrize(
         ("machine", "num_reqs", "prompt"),
         [
-            pytest.param(
-                machine,
-                *load,
-                id=f"{machine.name}-{load[0]}-{load[1]}",
-                marks=() if (machine, *load) in always else pytest.mark.slow,
-            )
-            for machine in machines
-            for load in ((1, 100), *others)
+            pytest.param(*load, id=f"{load[0].name}-{load[1]}-{load[2]}", marks=marks)
+            for load, marks in marked
         ],
     )
 
 
 # A long context matters most where it makes the draft dear.
-@loads(
-    (GPU, CPU, LONG),
-    ((1, 60_000), (8, 500), (32, 2000)),
-    always=((GPU, 1, 100), (CPU, 1, 100), (LONG, 1, 100), (LONG, 1, 60_000)),
-)
+@loads(((GPU, 1, 100), (CPU, 1, 100), (LONG, 1, 100), (LONG, 1, 60_000)), slow=(GPU, 8, 500))
 @pytest.mark.parametrize(
     "phases",
     [ALTERNATING, [(KNOWN, 1500)], [(UNKNOWN, 1500)], [(HALF, 1500)]],
@@ -184,7 +176,7 @@ REQUESTS = {
 
 
 # What waits for its memory, and what was measured.
-@loads((GPU, CPU, LONG, TINY), ((8, 100), (1, 20_000)), always=((GPU, 1, 100), (TINY, 1, 100)))
+@loads(((GPU, 1, 100), (TINY, 1, 100)), slow=(TINY, 8, 100))
 @pytest.mark.parametrize("requests", REQUESTS)
 def test_cost_of_requests(machine: Machine, num_reqs: int, prompt: int, requests: str) -> None:
     """The same bound where what changes is who asks, and answers are short."""
@@ -212,23 +204,6 @@ def test_busy_machine(rate: float) -> None:
     # The tiny pair's, nearly, on two cores.
     machine = Machine("busy", weights=9, row=1.3, kv=0.1, draft=10)
     assert cost_to_best(machine, [traffic([(rate, 1500)])], 1, 100, 5, busy=0.3) <= 1.1
-
-
-def test_acceptance_of_requests() -> None:
-    """Of each by its own drafts, of one that has just come by all; one that is gone is forgotten."""
-
-    def tokens(*askings: list[str]) -> list[float]:
-        acceptance = Acceptance(7)
-        for _ in range(20):
-            acceptance.observe(7, {"known": 7, "unknown": 0})
-        return [acceptance.tokens(requests) for requests in askings][-1]
-
-    known, fresh, unknown = tokens(["known"]), tokens(["fresh"]), tokens(["unknown"])
-    assert unknown[7] < 1.2 < 4 < fresh[7] < 4.2 < 6.9 < known[7]
-    assert known[0] == fresh[0] == unknown[0] == 1
-    mean = [(one + other) / 2 for one, other in zip(known, unknown, strict=True)]
-    assert tokens(["known", "unknown"]) == pytest.approx(mean)
-    assert tokens(["known"], ["unknown"]) == fresh == tokens([])
 
 
 def levels(draft: AdaptiveDraft, num_steps: int, right: bool) -> list[int]:

@@ -22,78 +22,14 @@ from tests.support.families.scripts import (
     constant,
     decreasing,
     dream_reasoner_loop,
-    fast_dllm_loop,
     linear_spec_loop,
     llada2_0_loop,
     llada2_1_loop,
     llada2_2_loop,
     nemotron_loop,
     row,
-    sdar_loop,
     stable_diffcoder_loop,
 )
-
-
-def test_sdar_dynamic():
-    """Everything above the threshold, or the schedule's number where that is more."""
-    result = sdar_loop(decreasing(8), confidence_threshold=0.77)
-    assert result.revealed == [0, 0, 0, 1, 2, 3, 4, 5]
-    assert result.tokens == list(range(10, 18))
-    few = sdar_loop(decreasing(8), confidence_threshold=0.77, denoising_steps=2)
-    assert few.revealed == [0, 0, 0, 0, 1, 1, 1, 1]
-
-
-def test_sdar_static():
-    """The schedule's number of the most confident, whatever the threshold."""
-    reverse = constant([row(10, 0.3 + 0.05 * i) for i in range(8)])
-    result = sdar_loop(
-        reverse,
-        denoising_steps=3,
-        remasking_strategy="low_confidence_static",
-        confidence_threshold=0.0,
-    )
-    assert result.revealed == [2, 2, 1, 1, 1, 0, 0, 0]
-
-
-def test_sdar_sequential():
-    """From left to right, whatever is more certain."""
-    reverse = constant([row(10, 0.3 + 0.05 * i) for i in range(8)])
-    result = sdar_loop(reverse, denoising_steps=3, remasking_strategy="sequential")
-    assert result.revealed == [0, 0, 0, 1, 1, 1, 2, 2]
-
-
-def test_sdar_end_token():
-    """Looked for when the block is finished and committed; its block is returned whole."""
-    rows = [row(10, 0.9)] * 16
-    rows[1] = row(END, 0.9)
-    result = sdar_loop(
-        constant(rows),
-        gen_length=16,
-        block_length=4,
-        denoising_steps=4,
-        stopping_criteria_idx=[END],
-    )
-    assert result.tokens == [10, END, 10, 10]
-    assert result.passes[-1].kind == "commit"
-    endless = sdar_loop(constant(rows), gen_length=16, block_length=4, denoising_steps=4)
-    assert len(endless.tokens) == 16
-
-
-def test_sdar_probability_is_of_the_filtered_draw():
-    """With one token left by ``top_k`` its probability is 1, however flat the logits are."""
-    flat = constant([row(10, 0.1)] * 8)
-    result = sdar_loop(flat, temperature=1.0, top_k=1, confidence_threshold=0.99)
-    assert result.count("denoise") == 1
-    assert result.tokens == [10] * 8
-
-
-def test_sdar_drawn_mask_is_an_error():
-    """Masks that are left after the last step are not returned."""
-    masks = constant([row(MASK, 0.9)] * 8)
-    with pytest.raises(ValueError, match="mask token was drawn"):
-        sdar_loop(masks)
-    result = sdar_loop(run.suppress(masks, [MASK]))
-    assert MASK not in result.tokens
 
 
 def test_llada2_steps():
@@ -258,55 +194,6 @@ def test_nemotron_linear_spec_accepts_what_agrees():
     assert kinds == ["prefill", "draft", "verify", "draft", "verify"]
 
 
-def test_fast_dllm_sub_blocks():
-    """From left to right, each until it holds no mask; the best one of it a step, at least."""
-    reverse = constant([row(10 + i, 0.1 + 0.05 * i) for i in range(8)])
-    result = fast_dllm_loop(reverse, [30])
-    assert result.revealed == [2, 1, 0, 6, 5, 4, 3, -1]
-    assert [one.num_masked for one in result.passes] == [7, 6, 5, 4, 3, 2, 1, 0]
-
-
-@pytest.mark.parametrize("prompt_length", [8, 16])
-def test_fast_dllm_seed(prompt_length):
-    """A prompt of whole blocks is prefilled, one of exactly one block too, and gives a seed."""
-    result = fast_dllm_loop(
-        decreasing(32, by=0.01), [30] * prompt_length, max_new_tokens=16, threshold=0.0
-    )
-    assert [one.kind for one in result.passes] == [
-        "prefill",
-        *(["denoise"] * 2 + ["commit"]) * 2,
-    ]
-    assert result.passes[1].num_masked == 7
-    assert result.revealed[0] == result.revealed[8] == -1
-    # Two blocks, and the seed of a third.
-    assert result.tokens == [9 + prompt_length + i for i in range(17)]
-
-
-def test_fast_dllm_stop_token_behind_masks():
-    """It waits for the masks before it."""
-    rows = [row(10 + i, 0.9 - 0.1 * i) for i in range(8)]
-    rows[2] = row(END, 0.95)
-    result = fast_dllm_loop(constant(rows), [30])
-    assert result.revealed == [1, 2, 0]
-    assert result.tokens == [10, 11, END]
-
-
-def test_fast_dllm_seeds_are_not_drawn():
-    """At a temperature the candidates are; their probability is the filtered one."""
-    rows = [row(10, 0.5, second=11)] * 16
-    result = fast_dllm_loop(
-        constant(rows),
-        [30] * 8,
-        threshold=0.99,
-        temperature=1.0,
-        top_p=0.4,
-        sample=run.keyed_sample(2),
-    )
-    # Of two equally likely tokens ``top_p`` leaves the first, whose probability is 1.
-    assert result.count("denoise") == 2
-    assert set(result.tokens) == {10}
-
-
 def test_stable_diffcoder_schedule():
     """Without a threshold, an even number of masks a step; fewer steps take more each."""
     result = stable_diffcoder_loop(decreasing(8), threshold=None)
@@ -322,16 +209,6 @@ def test_stable_diffcoder_end_token():
     result = stable_diffcoder_loop(constant(rows), eos_id=END)
     assert result.tokens == [10, END, END, END]
     assert [one.kind for one in result.passes] == ["denoise"]
-
-
-def test_stable_diffcoder_bad_lengths():
-    """As in the publisher's loop; and a block may not be left with masks."""
-    with pytest.raises(ValueError, match="gen_length=9"):
-        stable_diffcoder_loop(decreasing(9), gen_length=9)
-    with pytest.raises(ValueError, match="steps=7"):
-        stable_diffcoder_loop(decreasing(9), steps=7)
-    with pytest.raises(ValueError, match="masks are left"):
-        stable_diffcoder_loop(decreasing(8), steps=4, threshold=0.99)
 
 
 def test_dream_reasoner_steps():

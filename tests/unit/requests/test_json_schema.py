@@ -428,10 +428,3 @@ def assert_answers_are_valid(schema: Any, seed: int) -> None:
 def test_drawn_schema(schema, seed):
     """An answer that has ended is valid by the schema that was sent."""
     assert_answers_are_valid(schema, seed)
-
-
-@pytest.mark.slow
-@settings(max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
-@given(DRAWN, st.integers(0, 99))
-def test_drawn_schema_wide(schema, seed):
-    assert_answers_are_valid(schema, seed)

@@ -60,7 +60,7 @@ def test_a_token_counts_itself(implementation):
 
 @pytest.mark.parametrize(
     ("implementation", "max_examples"),
-    [("reference", 10), ("triton", 3), pytest.param("triton", 10, marks=pytest.mark.slow)],
+    [("reference", 10), ("triton", 3)],
     indirect=["implementation"],
 )
 def test_logprobs_are_those_of_vllm(implementation, max_examples):
@@ -100,27 +100,13 @@ def test_min_p_of_one_draws_the_argmax(implementation):
 
 
 FILTERS = [(), ("top_k",), ("top_p",), ("min_p",), ("top_k", "top_p", "min_p")]
-# Of the kernels, which take seconds under the interpreter: none and one, on one rank.
-OFTEN = [([], ()), ([], ("top_p",))]
+# The kernels take seconds under the interpreter.
+DRAWN = [("reference", borders, used) for borders in ([], [12, 60]) for used in FILTERS]
+DRAWN += [("triton", [], ()), ("triton", [], ("top_p",))]
 
 
 @pytest.mark.parametrize(
-    ("implementation", "borders", "used"),
-    [
-        pytest.param(
-            name,
-            borders,
-            used,
-            id=f"{name}-{borders}-{'+'.join(used)}",
-            marks=()
-            if (borders, used) in OFTEN or (name == "reference" and borders in ([], [12, 60]))
-            else pytest.mark.slow,
-        )
-        for name in ("reference", "triton")
-        for borders in ([], [12, 60], [40], [8, 40, 100])
-        for used in FILTERS
-    ],
-    indirect=["implementation"],
+    ("implementation", "borders", "used"), DRAWN, ids=str, indirect=["implementation"]
 )
 def test_drawn_confidence_is_the_probability_of_the_candidate(implementation, used, borders):
     """Of one to four ranks, in rows with and without filters, greedy and adjusted ones, in float64.

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.vllm_configs import vllm_config
 from vllm_diffusion.startup.plan import DiffusionPlan
 from vllm_diffusion.startup.plugin_settings import PluginSettings
 
@@ -34,7 +35,8 @@ def masked(plan: DiffusionPlan | None, grammar: Grammar) -> tuple[int, ...]:
     params = SamplingParams(stop_token_ids=[TURN, STOP])
     params._eos_token_id = END
     manager: Any = object.__new__(StructuredOutputManager)
-    manager.vllm_config = SimpleNamespace(model_config=SimpleNamespace(diffusion=plan))
+    manager.vllm_config = vllm_config()
+    manager.vllm_config.model_config.diffusion = plan
     request: Any = SimpleNamespace(
         sampling_params=params,
         # As vLLM keeps what it has found once.

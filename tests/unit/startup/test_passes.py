@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.support.specs import diffusion_gemma_spec, masked_spec
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
@@ -13,7 +11,6 @@ from vllm_diffusion.decoding.levenshtein import Levenshtein
 from vllm_diffusion.decoding.pass_order import PassOrder
 from vllm_diffusion.decoding.reveal import LinearSpec, Reveal
 from vllm_diffusion.startup import async_scheduling
-from vllm_diffusion.startup.pass_limits import FEWEST, PROMPTS_SHARE, choose_max_num_seqs
 from vllm_diffusion.startup.worker_class import choose_worker
 
 pytestmark = pytest.mark.engine
@@ -92,29 +89,6 @@ def test_choice(monkeypatch, is_cpu, weights, steps, chosen):
 
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: is_cpu)
     assert async_scheduling.choose_async_scheduling(steps, 1, weights) is chosen
-
-
-counts = st.integers(1, 2048)
-
-
-@given(canvases=counts, most=counts)
-def test_choose_max_num_seqs(canvases: int, most: int) -> None:
-    """The number is in range, and leaves prompts their share, unless stock's is the larger one."""
-    chosen = choose_max_num_seqs(canvases, most)
-    assert 1 <= chosen <= min(canvases, most)
-    assert chosen >= min(canvases, most, FEWEST)
-    if chosen > FEWEST:
-        # So much of a pass is left to prompts, however many run.
-        assert canvases - chosen >= canvases // PROMPTS_SHARE
-    assert choose_max_num_seqs(canvases + 1, most) >= chosen
-
-
-@pytest.mark.parametrize(
-    ("budget", "expected"), [(2048, 8), (8192, 24), (16384, 48)], ids=["small", "server", "offline"]
-)
-def test_default_of_known_passes(budget: int, expected: int) -> None:
-    """Canvases of 256, with vLLM's sizes of a pass."""
-    assert choose_max_num_seqs(budget // 256, 1024) == expected
 
 
 OURS = "builtins.dict"

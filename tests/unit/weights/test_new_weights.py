@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from vllm_diffusion.weights.new_weights import check_folder, finite_only
+from vllm_diffusion.weights.new_weights import check_folder
 from vllm_diffusion.weights.weight_files import largest_magnitude, stored_tensors
 
 pytestmark = pytest.mark.engine
@@ -70,16 +70,3 @@ def test_check_folder(tmp_path: Path) -> None:
         check_folder(str(tmp_path))
     # What is in a repository vLLM looks for.
     check_folder("somebody/something")
-
-
-def test_finite_only() -> None:
-    """Bad tensors are left out, all are taken, and who collects them is told of each."""
-    model = nn.Module()
-    tensors = [("a", torch.ones(2)), ("b", torch.tensor(math.inf)), ("c", torch.empty(0))]
-    tensors += [("meta", torch.empty(3, device="meta")), ("d", nn.Parameter(torch.ones(1)))]
-    with pytest.raises(ValueError, match="b holds"), finite_only(model, tensors) as finite:
-        assert [name for name, _ in finite] == ["a", "c", "meta", "d"]
-    model.left_out = []
-    with finite_only(model, tensors) as finite:
-        list(finite)
-    assert model.left_out == ["b"]

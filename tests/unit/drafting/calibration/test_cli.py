@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from tests.support import drafts
 from tests.support.commands import status_of
@@ -137,14 +137,6 @@ def test_interrupted_training_saves_nothing(
     assert not list(Path("out").rglob("*"))
 
 
-def test_fp8_states_are_read(train: Any) -> None:
-    for path in Path("samples").glob("*.safetensors"):
-        tensors = load_file(path)
-        tensors["hidden_states"] = tensors["hidden_states"].to(torch.float8_e4m3fn)
-        save_file(tensors, path)
-    assert train(*NEW, "--steps", 2)[0] == 0
-
-
 OLD = ("--from", "old")
 
 
@@ -206,43 +198,3 @@ def test_refused_training(
     assert status == (2 if message.startswith("--") else 1)
     assert any(re.search(message, line) for line in lines), lines
     assert not Path("draft").exists()
-
-
-def test_refused_samples(train: Any) -> None:
-    """A file that is none, and nothing to train on."""
-    Path("samples", sample_name(3, is_held_out=False)).write_bytes(b"none")
-    status, lines = train(*NEW)
-    assert status == 1
-    assert "sample-0000003.safetensors cannot be read" in lines[-1]
-    for path in Path("samples").glob("sample-*"):
-        path.unlink()
-    status, lines = train(*NEW)
-    assert status == 1
-    assert "all of 1 samples are held out; record more" in lines[-1]
-
-
-def test_refused_extraction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Before vLLM is even imported."""
-    own = tmp_path / "own.jsonl"
-    (tmp_path / "config.json").write_text("{}")
-    for content, words, message in (
-        ("", ("--layer-ids", "0"), "holds no exchange; record some first"),
-        (
-            '{"a": 1}',
-            ("--layer-ids", "0"),
-            "line 1: prompt_token_ids is missing; a line has prompt_token_ids and",
-        ),
-        (
-            '{"token_ids": [1, 2]}',
-            ("--layer-ids", "a"),
-            "--layer-ids: invalid layer_ids value: 'a'",
-        ),
-        (
-            '{"token_ids": [1, 2]}',
-            ("--draft", tmp_path),
-            "has no dflash_config.target_layer_ids",
-        ),
-    ):
-        own.write_text(content)
-        assert run("extract", "target", own, "--out", tmp_path / "out", *words) == 2
-        assert message in capsys.readouterr().err

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import xml.etree.ElementTree as ElementTree
 from array import array
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 from transformers import Qwen3ForCausalLM
 
 from tests.support.drafts import features, target_model
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
 from vllm_diffusion.drafting.accepted import Verifications
-from vllm_diffusion.drafting.calibration.extract import _batches, _choose
-from vllm_diffusion.drafting.calibration.picture import draw_training
+from vllm_diffusion.drafting.calibration.extract import _choose
 from vllm_diffusion.drafting.calibration.replay import replay
 from vllm_diffusion.drafting.calibration.samples import (
     Sample,
@@ -45,7 +40,6 @@ from vllm_diffusion.drafting.reference import (
     spec_generate,
 )
 
-FIELDS = ("ids", "positions", "anchors", "labels")
 VOCAB, MASK, BLOCK, LAYERS = 24, 23, 5, [0, 2]
 
 
@@ -88,46 +82,6 @@ def samples(target, num: int, seed: int) -> list[Sample]:
         Sample(longest[first, :length], states[first, :length].clone(), answer_start=2)
         for first, length in zip(firsts, lengths, strict=True)
     ]
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.data())
-def test_draw_blocks(data) -> None:
-    """Blocks are the text's, at different anchors of the answer, with a mask in each at least."""
-    lengths = data.draw(st.lists(st.integers(1, 14), min_size=1, max_size=4))
-    starts = [data.draw(st.integers(0, length)) for length in lengths]
-    num_blocks, share = data.draw(st.integers(1, 20)), data.draw(st.sampled_from((0.0, 0.5, 1.0)))
-    size = data.draw(st.integers(2, 6))
-    text = torch.arange(max(lengths)) + 100 * torch.arange(1, len(lengths) + 1)[:, None]
-    batch = SimpleNamespace(
-        token_ids=text, starts=torch.tensor(starts), lengths=torch.tensor(lengths)
-    )
-    draft = SimpleNamespace(block_size=size, mask_token_id=-7)
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    blocks = draw_blocks(batch, draft, num_blocks, share, generator)
-    for b, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        rows = [getattr(blocks, name)[b].view(-1, size).tolist() for name in FIELDS]
-        anchors = [block[0] for block in rows[2]]
-        assert len(set(anchors)) == len(anchors)
-        real = [a for a in anchors if a >= 0]
-        assert len(real) == min(num_blocks, max(lengths), max(0, length - 1 - start))
-        for ids, positions, anchor, labels in zip(*rows, strict=True):
-            assert set(anchor) == {anchor[0]}
-            assert positions == list(range(anchor[0], anchor[0] + size))
-            learnt = [i for i, label in enumerate(labels) if label != -100]
-            if anchor[0] < 0:
-                assert not learnt
-                continue
-            assert start <= anchor[0] < length - 1
-            assert ids[0] == text[b, anchor[0]]
-            known = [i for i in range(1, size) if positions[i] < length]
-            for i in range(1, size):
-                if i in learnt:
-                    assert (ids[i], labels[i]) == (-7, text[b, positions[i]])
-                else:
-                    assert ids[i] == (text[b, positions[i]] if i in known else -7)
-            if share == 0:
-                assert learnt == known
 
 
 def test_training_sees_what_drafting_sees(target, ends) -> None:
@@ -180,21 +134,6 @@ def test_train(target, ends) -> None:
     assert all(torch.equal(t, before[name]) for name, t in target.state_dict().items())
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"steps": 0}, "steps=0"),
-        ({"anchors": 0}, "anchors=0"),
-        ({"revealed_share": 1.5}, "revealed_share=1.5"),
-        ({"learning_rate": -1.0}, "learning_rate"),
-        ({"gamma": 0.0}, "gamma"),
-    ],
-)
-def test_bad_settings(changes: dict, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        TrainSettings(**{"steps": 5} | changes)
-
-
 def test_bad_samples(target, ends) -> None:
     """Too few, and ones that are not finite, end the training with a sentence."""
     few = samples(target, 3, seed=0)
@@ -231,37 +170,8 @@ def test_read_sample(tmp_path: Path) -> None:
         sample_files(tmp_path / "nowhere")
 
 
-def test_draw_training(target, ends) -> None:
-    """Well-formed, with a bar for each position; without held-out samples the loss alone."""
-    given = samples(target, 8, seed=0)
-    settings = TrainSettings(steps=2, batch_size=4, report_every=1)
-    for held_out, num_panels in ((given, 3), ((), 1)):
-        history = train(make_draft(target), *ends, given, settings, held_out=held_out)
-        root = ElementTree.fromstring(draw_training(history))
-        panels = root.findall("{http://www.w3.org/2000/svg}g")
-        assert len(panels) == num_panels
-        bars = [len(p.findall("{http://www.w3.org/2000/svg}rect")) for p in panels]
-        assert bars == [0, BLOCK - 1, BLOCK - 1][:num_panels]
-
-
-IDS = st.lists(st.integers(0, 9), max_size=12)
-
-
 def exchange(prompt: list[int], output: list[int], time: float = 0.0) -> Exchange:
     return Exchange(array("i", prompt), array("i", output), time)
-
-
-@given(
-    exchanges=st.lists(st.builds(exchange, IDS, IDS.filter(bool))),
-    longest=st.integers(1, 20),
-    max_tokens=st.integers(0, 100),
-)
-def test_choice(exchanges: list[Exchange], longest: int, max_tokens: int) -> None:
-    """Each once or left out for one reason; never more tokens than there is room for, none too long."""
-    chosen, _, left_out = _choose(exchanges, longest, max_tokens)
-    assert len(chosen) + sum(left_out.values()) == len(exchanges)
-    assert sum(len(each.token_ids) for each in chosen) <= max_tokens
-    assert all(2 <= len(each.token_ids) <= longest and each.output_token_ids for each in chosen)
 
 
 def test_newest_first() -> None:
@@ -272,15 +182,6 @@ def test_newest_first() -> None:
     )
     assert [list(each.token_ids) for each in chosen] == [[4, 5, 6, 7], [1, 2, 3]]
     assert (num_cut, list(left_out.values())) == (1, [1, 0, 1])
-
-
-@given(st.lists(st.builds(exchange, IDS, IDS.filter(bool)), min_size=1), st.integers(1, 40))
-def test_batches(exchanges: list[Exchange], max_tokens: int) -> None:
-    """All in order; one at a time where one is larger than a batch."""
-    batches = list(_batches(exchanges, max_tokens))
-    assert [pair for batch in batches for pair in batch] == list(enumerate(exchanges))
-    for batch in batches:
-        assert len(batch) == 1 or sum(len(each.token_ids) for _, each in batch) <= max_tokens
 
 
 PROMPTS = ([2, 9, 33, 80, 81, 12], [2, 50, 60, 70])

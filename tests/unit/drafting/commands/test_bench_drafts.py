@@ -107,24 +107,6 @@ def test_bench(bench: Bench, tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.log"))) == 1
 
 
-def test_what_is_asked(bench: Bench) -> None:
-    """Token ids as they are, a conversation as one."""
-    status, *_ = bench.methods("drafts", *ONCE, "--max-model-len", "99")
-    assert status == 0
-    # What is not known here goes to every server.
-    assert [" --max-model-len 99" in " ".join(options) for options in bench.served] == [True] * 2
-    asked, others = fake_server.asked("plain"), fake_server.asked("drafts")
-    # Each server has a key of its own.
-    assert [each | {"key": ""} for each in asked] == [each | {"key": ""} for each in others]
-    # A round that is not counted, and one that is.
-    assert len(asked) == 6
-    assert asked[:3] == asked[3:]
-    assert {each["temperature"] for each in asked} == {0}
-    texts = [[m["content"] for m in each["messages"]] for each in asked[:3] if "messages" in each]
-    assert sorted(texts) == [["Hello"], ["One?"]]
-    assert [each["prompt"] for each in asked[:3] if "prompt" in each] == [[5, 6]]
-
-
 @pytest.fixture
 def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
     """Starts servers that no command starts or stops; returns the address of each."""

@@ -12,7 +12,6 @@ from tests.support import fake_server
 from tests.support.commands import status_of
 from vllm_diffusion.cli import checkpoint, server
 from vllm_diffusion.drafting.commands import draft_runs
-from vllm_diffusion.drafting.commands.bench_ways import way
 
 ONCE = ("--rounds", "1", "--requests", "1")
 
@@ -93,24 +92,3 @@ def test_other_answers(ways: Ways) -> None:
         status, out, _ = ways("model", "--data", "data.jsonl", *ONCE, *options)
         assert status == 0
         assert "No answers were compared" in out
-
-
-def test_a_rule_that_a_model_lacks(ways: Ways) -> None:
-    """Its server's reason is one line, and the others have their figures."""
-    ways.behaviours["autoregressive"] = "dies"
-    status, out, _ = ways("model", "--data", "data.jsonl", *ONCE)
-    assert status == 1
-    assert re.search(r"^autoregressive: no figures\. RuntimeError: first \(log: ", out, re.M)
-    assert re.search(r"^  linear_spec +[\d.]+ +- ", out, re.M)
-
-
-def test_settings() -> None:
-    """Of a way: numbers, words and truths."""
-    (_, config) = way("linear_spec,draft_length=8,attention=triton,converge_at_end=true").options
-    assert json.loads(config)["diffusion"] == {
-        "rule": "linear_spec",
-        "draft_length": 8,
-        "attention": "triton",
-        "converge_at_end": True,
-    }
-    assert way("diffusion").options == ()

@@ -7,18 +7,7 @@ import shlex
 
 import pytest
 
-from tests.support.commands import refusal_of
 from vllm_diffusion.cli.main import main
-from vllm_diffusion.drafting.commands.drafts import presets
-
-
-def test_list(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each target once, its draft beside it."""
-    assert main(["drafts"]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"] in rows
-    assert rows == [[preset.target, preset.draft] for preset in presets()]
-    assert len({target for target, _ in rows}) == len(rows)
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3.5-27B", "qwen3.5-27b"])
@@ -38,9 +27,3 @@ def test_one(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         "num_speculative_tokens": 15,
     }
     assert words[5:] == ["--attention-backend", "flash_attn", "--max-num-batched-tokens", "32768"]
-
-
-def test_unknown(capsys: pytest.CaptureFixture[str]) -> None:
-    """One line that lists the known targets, and nothing on standard output."""
-    said = refusal_of(capsys, "drafts", "Qwen3.5")
-    assert all(preset.target in said for preset in presets())

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,57 +127,6 @@ def test_round_without_a_swap(
     assert said in capsys.readouterr().err
     assert not around.swapped
     assert bool(list(Path("drafts").iterdir())) is is_kept
-
-
-def test_rounds_need_new_traffic(around: Surroundings, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one round has seen does not begin another; a busy server begins none."""
-    write_recording(4)
-    recording = Path("recording")
-    arguments: Any = SimpleNamespace(url=URL, recording=recording, exchanges=3, idle_seconds=0.0)
-    rounds = recalibrate._Rounds(arguments)
-    around.busy = [True, True, False]
-    rounds.wait()
-    assert not around.busy
-    assert rounds.until == 4.0
-    looks = iter(range(10))
-    monkeypatch.setattr(
-        recalibrate.time, "sleep", lambda _: write_recording(1, first=5 + next(looks))
-    )
-    rounds.wait()
-    assert rounds.until == 7.0
-
-
-@pytest.mark.parametrize(
-    ("num_exchanges", "draft", "arguments", "status", "words"),
-    [
-        (0, "old", (), 2, "record"),
-        (3, "old", ("--minutes", "0"), 2, "--minutes"),
-        (
-            3,
-            "old",
-            ("--verifications", "60"),
-            2,
-            "--verifications is gone: servers judge no drafts",
-        ),
-        # Training starts from files.
-        (3, "z-lab/a-draft", (), 1, "start the server with the path of its draft"),
-    ],
-)
-def test_refusals(
-    num_exchanges: int,
-    draft: str,
-    arguments: tuple[str, ...],
-    status: int,
-    words: str,
-    around: Surroundings,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Before anything is waited for."""
-    if num_exchanges:
-        write_recording(num_exchanges)
-    around.draft = Path(draft)
-    assert online(*arguments) == status
-    assert words in capsys.readouterr().err
 
 
 GIB = 2**30

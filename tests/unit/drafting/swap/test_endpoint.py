@@ -11,6 +11,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from tests.support.vllm_configs import vllm_config
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
 from vllm_diffusion.drafting.swap import endpoint
 
 pytestmark = pytest.mark.engine
@@ -37,10 +39,16 @@ class Engine:
         self.calls: list[str] = []
         self.failing = ""
         self.paused = False
-        self.vllm_config = SimpleNamespace(
-            speculative_config=SimpleNamespace(model=OLD),
-            weight_transfer_config=SimpleNamespace(backend="safetensors"),
+        self.vllm_config = vllm_config(
+            shipped_checkpoint("qwen3"),
+            speculative_config={
+                "method": "dflash",
+                "model": str(shipped_draft()),
+                "num_speculative_tokens": 7,
+            },
+            weight_transfer_config={"backend": "safetensors"},
         )
+        self.vllm_config.speculative_config.model = OLD
 
     async def is_paused(self) -> bool:
         return self.paused

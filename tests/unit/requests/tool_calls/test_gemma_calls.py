@@ -111,13 +111,6 @@ def test_calls_satisfy_their_schema(tokenizer, compiler, parameters, seed, width
     check_call(tokenizer, compiler, parameters, seed, width)
 
 
-@pytest.mark.slow
-@settings(max_examples=1500, **QUIET)
-@given(PARAMETERS, st.integers(0, 10**6), st.sampled_from([1, 7, 32]))
-def test_calls_satisfy_their_schema_wide(tokenizer, compiler, parameters, seed, width):
-    check_call(tokenizer, compiler, parameters, seed, width)
-
-
 def test_what_clients_generate_from_classes(tokenizer, compiler):
     """References, optional records and lists of records, as the openai client writes them."""
     from openai import pydantic_function_tool
