@@ -11,6 +11,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
 
+from vllm_diffusion.decoding.layouts import span_variants
 from vllm_diffusion.startup.plan import plan_of
 
 
@@ -27,9 +28,7 @@ class AttentionVariants(VllmJitKernel[Any]):
         layer, config = compile_key.layer, compile_key.config
         plan = plan_of(config)
         has_images = config.model_config.is_mm_prefix_lm
-        spans = [False, True] if has_images else [False]
-        if plan.spec is not None:
-            spans = list(plan.spec.layout.warmed_spans(has_images))
+        spans = span_variants(plan.spec is not None and plan.spec.layout.has_spans, has_images)
         # vLLM's own classes say one flag a sequence, whose window follows the row.
         anchor = "query" if plan.spec is None else plan.settings.window_anchor
         layer.impl.warm_up(layer, anchor, spans, config.model_config.dtype)

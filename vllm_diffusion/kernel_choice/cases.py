@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from attention_kernels.checks import AttentionShape, RowsShape
+from vllm_diffusion.decoding.layouts import span_variants
 from vllm_diffusion.startup.kernel_choices import KernelChoices, LayerKind
 from vllm_diffusion.startup.plan import DiffusionPlan
 
@@ -106,7 +107,7 @@ class Served:
         spec = plan.spec
         assert spec is not None
         ids_of_rank = -(-model.get_vocab_size() // vllm_config.parallel_config.tensor_parallel_size)
-        has_spans = spec.layout.warmed_spans(model.is_mm_prefix_lm)
+        variants = span_variants(spec.layout.has_spans, model.is_mm_prefix_lm)
         return Served(
             kinds=tuple(_layer_kinds(vllm_config)) if plan.own_attention else (),
             canvas_length=spec.length,
@@ -118,7 +119,7 @@ class Served:
             max_model_len=model.max_model_len,
             choices=choices,
             anchor=plan.settings.window_anchor,
-            spans=tuple(spec.length if spans else 0 for spans in has_spans),
+            spans=tuple(spec.length if has_spans else 0 for has_spans in variants),
             block_size=cache.block_size or 16,
         )
 

@@ -172,7 +172,7 @@ def offered_settings(spec: CanvasSpec) -> list[dict[str, Any]]:
         offered["preset"] = Choice(preset_names, "settings of the rule that go together"), None
     steps = Setting(int, 1, spec.max_denoising_steps, "the step cap of a canvas")
     offered["max_steps"] = steps, spec.max_denoising_steps
-    if spec.layout.allows_width(1):
+    if spec.layout.narrows:
         width = Setting(int, 1, spec.length, "positions of a canvas")
         offered["canvas_length"] = width, spec.length
     offered |= {
@@ -216,7 +216,7 @@ def parse_arguments(
             refuse(name, f"is not known; known are {', '.join(names)}.")
 
     width = _value(args, "diffusion_canvas_length", Setting(int, 1, spec.length))
-    if width is not None and not spec.layout.allows_width(width):
+    if width is not None and width != spec.length and not spec.layout.narrows:
         refuse(
             "diffusion_canvas_length",
             f"must be {spec.length}, the length of this model's blocks; leave it out.",

@@ -50,7 +50,7 @@ class UsedSettings:
 
 
 class SelectedRows:
-    """Rows of the pass as a layout looks at them; see :class:`vllm_diffusion.decoding.layouts.SampledRows`.
+    """Some of the sampled rows of the pass.
 
     Attributes:
         rows: Which of the sampled rows they are: the first ones, or [n], int64.
@@ -76,21 +76,21 @@ class SelectedRows:
         self._pass_rows = pass_rows
         self._num_computed = num_computed
 
-    @property
     def committed(self) -> Tensor:
+        """[n], bool: rows of canvases that the pass commits."""
         return (self._slots.phase == int(Phase.COMMITTING))[self.slot]
 
-    @property
     def seeding(self) -> Tensor:
+        """[n], bool: rows of known tokens after which a canvas begins."""
         return self._pass_rows.of_slots.seeding[self.slot]
 
-    @property
     def drawn_at(self) -> Tensor:
+        """[n], int64: position in its sequence of the token that each row draws."""
         at = self._num_computed[self.slot] + self._pass_rows.offset[self.rows]
         layout = self._slots.spec.layout
         if not layout.starts_from_commit:
             return at
-        return at + layout.shift(self.position, lambda: self.committed, lambda: self.seeding)
+        return at + layout.shift(self.position, self.committed, self.seeding)
 
 
 class PassSettings:
@@ -241,7 +241,7 @@ class PassSettings:
             slots.step[slot],
             some.position.to(torch.int32),
         )
-        return slots.spec.layout.draws(draws, some)
+        return slots.spec.layout.draws(draws, some.committed, some.seeding, some.drawn_at)
 
     def adjustments_of(self, some: SelectedRows, used: UsedSettings) -> LogitAdjustments | None:
         """Adjustments of the logits of rows; ``None`` if none are used.
@@ -252,7 +252,7 @@ class PassSettings:
         """
         if used.adjusted is None:
             return None
-        return self.adjustments.bind(used.adjusted, some.rows, some.slot, some.drawn_at)
+        return self.adjustments.bind(used.adjusted, some.rows, some.slot, some.drawn_at())
 
     def reported_adjustments_of(
         self, some: SelectedRows, used: UsedSettings, adjustments: LogitAdjustments | None
@@ -271,14 +271,15 @@ class PassSettings:
     def reported_temperature(self, slot: Tensor) -> Tensor:
         """[n], float32: divisor of reported logits.
 
-        A read-only canvas reports the model's own distribution, at temperature 1.
+        A read-only canvas reports the model's own distribution, at temperature 1; so do the rows that verify
+        a draft, as those of an autoregressive server.
 
         Args:
             slot: [n], int64, of the rows.
         """
         judged, _ = temperatures(self._slots, self.temperature)
         is_plain = self._slots.requested.read_only
-        if self._slots.spec.layout.reports_unscaled(self._reports_raw):
+        if self._reports_raw and self._slots.spec.layout.verifies:
             is_plain = torch.ones_like(is_plain)
         return torch.where(is_plain[slot], 1.0, judged[slot])
 

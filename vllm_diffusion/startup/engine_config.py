@@ -19,7 +19,7 @@ from vllm_diffusion.decoding.rule import DecodingRule
 from vllm_diffusion.hooks import upstream
 from vllm_diffusion.startup import engine_process
 from vllm_diffusion.startup.async_scheduling import TYPICAL_STEPS, choose_async_scheduling
-from vllm_diffusion.startup.attention import choose_attention
+from vllm_diffusion.startup.attention import check_spans, choose_attention
 from vllm_diffusion.startup.capture_sizes import choose_capture_sizes
 from vllm_diffusion.startup.denoising_settings import (
     Published,
@@ -465,8 +465,8 @@ def _check_spec(spec: CanvasSpec, model_config: ModelConfig, backend: str, own: 
             f"max_model_len={max_model_len} is no whole number of this model's blocks of {length}; "
             f"set --max-model-len to {max_model_len // length * length}."
         )
-    if (problem := spec.layout.attention_problem(backend, own)) is not None:
-        raise ValueError(problem)
+    if spec.layout.has_spans:
+        check_spans(spec.length, backend, own)
 
 
 def _set_block_size(cache_config: CacheConfig, alignment: int) -> None:

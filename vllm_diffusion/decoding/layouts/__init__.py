@@ -10,8 +10,8 @@ from vllm_diffusion.decoding.layouts.blocks import (
 from vllm_diffusion.decoding.layouts.canvas_layout import (
     CanvasLayout,
     FreeCanvas,
-    SampledRows,
     ScheduledRequest,
+    span_variants,
 )
 from vllm_diffusion.decoding.layouts.whole_sequence import (
     GrowingSequence,
@@ -26,10 +26,10 @@ __all__ = [
     "FreeCanvas",
     "GrowingSequence",
     "ScheduledRequest",
-    "SampledRows",
     "SeededBlock",
     "ShiftedBlock",
     "ShiftedSequence",
     "VerifiedDraft",
     "WholeSequence",
+    "span_variants",
 ]

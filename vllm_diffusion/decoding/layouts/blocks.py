@@ -12,7 +12,6 @@ from torch import Tensor
 from attention_kernels.vocab_statistics import RowDraws
 from vllm_diffusion.decoding.layouts.canvas_layout import (
     CanvasLayout,
-    SampledRows,
     ScheduledRequest,
     ScheduledRows,
     from_first_free,
@@ -28,6 +27,8 @@ class AlignedBlock(CanvasLayout):
     """
 
     summary: ClassVar[str] = "counted from the start; in both directions"
+    has_spans = True
+    narrows = False
     refused_fields: ClassVar[Mapping[str, str]] = {
         "prompt_logprobs": "(echo with logprobs) is not supported by this model, whose prompt attends "
         "in both directions within its blocks: no position predicts the next one; leave it out."
@@ -36,25 +37,6 @@ class AlignedBlock(CanvasLayout):
     @property
     def alignment(self) -> int:
         return self.length
-
-    def attention_problem(self, backend: str, setting: str) -> str | None:
-        if backend != "CUSTOM":
-            return (
-                f"--attention-backend {backend} cannot serve this model, whose known tokens attend "
-                f"in both directions within blocks of {self.length}; leave it unset."
-            )
-        if setting == "cute":
-            return (
-                'The setting attention="cute" knows no spans of known tokens that attend in both '
-                f'directions, as this model\'s blocks of {self.length} do; set attention to "triton".'
-            )
-        return None
-
-    def warmed_spans(self, has_images: bool) -> tuple[bool, ...]:
-        return (True,)
-
-    def allows_width(self, width: int) -> bool:
-        return width == self.length
 
     def num_given(self, num_known: int) -> int:
         return num_known % self.length
@@ -160,10 +142,9 @@ class BlockAfterPrompt(AlignedBlock):
         return spans
 
 
-def _seeds(draws: RowDraws, rows: SampledRows, length: int) -> RowDraws:
+def _seeds(draws: RowDraws, committed: Tensor, seeding: Tensor, length: int) -> RowDraws:
     """Set the noise keys of first tokens: step 0 of the canvas, at a position after its end."""
-    committed = rows.committed
-    is_seed = committed | rows.seeding
+    is_seed = committed | seeding
     return draws._replace(
         canvas_idx=draws.canvas_idx + committed.to(torch.int32),
         step=torch.where(is_seed, 0, draws.step),
@@ -190,8 +171,14 @@ class SeededBlock(CanvasLayout):
     def seed_position(self, num_final: Tensor) -> Tensor:
         return (num_final - 1).clamp(min=0)
 
-    def draws(self, draws: RowDraws, rows: SampledRows) -> RowDraws:
-        return _seeds(draws, rows, self.length)
+    def draws(
+        self,
+        draws: RowDraws,
+        committed: Callable[[], Tensor],
+        seeding: Callable[[], Tensor],
+        drawn_at: Callable[[], Tensor],
+    ) -> RowDraws:
+        return _seeds(draws, committed(), seeding(), self.length)
 
 
 @dataclass(frozen=True)
@@ -218,10 +205,17 @@ class ShiftedBlock(AlignedBlock):
     def seed_position(self, num_final: Tensor) -> Tensor:
         return torch.zeros_like(num_final)
 
-    def draws(self, draws: RowDraws, rows: SampledRows) -> RowDraws:
-        is_seed = rows.committed | rows.seeding
+    def draws(
+        self,
+        draws: RowDraws,
+        committed: Callable[[], Tensor],
+        seeding: Callable[[], Tensor],
+        drawn_at: Callable[[], Tensor],
+    ) -> RowDraws:
+        is_seed = committed() | seeding()
         scale = torch.where(is_seed, 0.0, draws.request_temperature)
-        return _seeds(draws._replace(request_temperature=scale), rows, self.length)
+        draws = draws._replace(request_temperature=scale)
+        return _seeds(draws, committed(), seeding(), self.length)
 
 
 _ALL_AT_ONCE = (
@@ -265,19 +259,21 @@ class VerifiedDraft(SeededBlock):
         _NO_TOKEN,
     )
 
-    def draws(self, draws: RowDraws, rows: SampledRows) -> RowDraws:
-        is_seed = rows.committed | rows.seeding
+    def draws(
+        self,
+        draws: RowDraws,
+        committed: Callable[[], Tensor],
+        seeding: Callable[[], Tensor],
+        drawn_at: Callable[[], Tensor],
+    ) -> RowDraws:
+        is_seed = committed() | seeding()
         zero = torch.zeros_like(draws.step)
         return draws._replace(
             request_temperature=torch.where(is_seed, draws.request_temperature, 0.0),
             canvas_idx=zero,
             step=zero,
-            position=rows.drawn_at.to(torch.int32),
+            position=drawn_at().to(torch.int32),
         )
-
-    def reports_unscaled(self, reports_raw: bool) -> bool:
-        # An autoregressive server reports them so.
-        return reports_raw
 
     def num_final(self, canvas: Tensor, drawn: Tensor, num_rows: Tensor) -> Tensor:
         """Return the number of leading tokens that the causal pass draws too, [R], int32.

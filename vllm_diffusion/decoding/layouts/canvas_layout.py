@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -59,25 +59,6 @@ class ScheduledRequest(NamedTuple):
         return self.max_model_len - self.num_computed - self.num_uncomputed
 
 
-class SampledRows(Protocol):
-    """Sampled rows of a pass, N of them. Each property is computed when it is read.
-
-    Attributes:
-        committed: [N], bool: rows of canvases that the pass commits.
-        seeding: [N], bool: rows of known tokens after which a canvas begins.
-        drawn_at: [N], int64: position in its sequence of the token that each row draws.
-    """
-
-    @property
-    def committed(self) -> Tensor: ...
-
-    @property
-    def seeding(self) -> Tensor: ...
-
-    @property
-    def drawn_at(self) -> Tensor: ...
-
-
 class ScheduledRows(NamedTuple):
     """Rows of a request in a pass.
 
@@ -100,6 +81,18 @@ def from_first_free(result: Tensor, num_given: Tensor) -> Tensor:
     return result.gather(-1, source.clamp(max=result.shape[-1] - 1).long())
 
 
+def span_variants(has_spans: bool, has_images: bool) -> list[bool]:
+    """Return the variants of the attention kernel that passes launch: with spans, without, or both.
+
+    Args:
+        has_spans: True if all known tokens have one: :attr:`CanvasLayout.has_spans`.
+        has_images: True if a pass may hold an image, whose tokens attend in both directions.
+    """
+    if has_spans:
+        return [True]
+    return [False, True] if has_images else [False]
+
+
 @dataclass(frozen=True)
 class CanvasLayout:
     """Base of layouts; its own answers are those of a free canvas.
@@ -112,6 +105,8 @@ class CanvasLayout:
             honour, each with the reason and the remedy.
         starts_from_commit: True if a canvas needs the pass that writes the keys and values before it.
         verifies: True if the commit keeps only the tokens of a canvas that its own rows draw.
+        has_spans: True if known tokens attend in both directions within spans: see :meth:`row_spans`.
+        narrows: True if a request may have canvases of fewer positions.
         predicts_next: True if a row's hidden state predicts the token after it, and not its own.
         caches_prefixes: True if keys and values of a prefix may be those of another prompt that begins with it.
         crosses_cache_blocks: True if blocks in which known tokens attend in both directions begin anywhere in a
@@ -126,6 +121,8 @@ class CanvasLayout:
     refused_arguments: ClassVar[Mapping[str, str]] = {}
     starts_from_commit: ClassVar[bool] = False
     verifies: ClassVar[bool] = False
+    has_spans: ClassVar[bool] = False
+    narrows: ClassVar[bool] = True
     predicts_next: ClassVar[bool] = False
     caches_prefixes: ClassVar[bool] = True
     crosses_cache_blocks: ClassVar[bool] = False
@@ -137,27 +134,6 @@ class CanvasLayout:
     def alignment(self) -> int:
         """Number of tokens of which the model length and KV cache blocks must be multiples."""
         return 1
-
-    def attention_problem(self, backend: str, setting: str) -> str | None:
-        """Return why an attention back end cannot serve this layout; ``None`` if it can.
-
-        Args:
-            backend: Name of the back end in vLLM; ``"CUSTOM"`` is this package's.
-            setting: Setting ``attention`` of the operator.
-        """
-        return None
-
-    def warmed_spans(self, has_images: bool) -> tuple[bool, ...]:
-        """Return the variants of the attention kernel that passes launch: with spans or without.
-
-        Args:
-            has_images: True if a pass may hold an image, whose tokens attend in both directions.
-        """
-        return (False, True) if has_images else (False,)
-
-    def allows_width(self, width: int) -> bool:
-        """Return true if a request may have canvases of ``width`` positions, at most C."""
-        return True
 
     # The scheduler.
 
@@ -301,22 +277,22 @@ class CanvasLayout:
 
     # The sampler.
 
-    def draws(self, draws: RowDraws, rows: SampledRows) -> RowDraws:
+    def draws(
+        self,
+        draws: RowDraws,
+        committed: Callable[[], Tensor],
+        seeding: Callable[[], Tensor],
+        drawn_at: Callable[[], Tensor],
+    ) -> RowDraws:
         """Return the temperatures and noise keys of the rows of a pass.
 
         Args:
-            draws: Values for rows of canvases.
-            rows: Sampled rows of the pass.
+            draws: Values for N rows of canvases.
+            committed: Computes [N], bool, as for :meth:`shift`.
+            seeding: Computes [N], bool, as for :meth:`shift`.
+            drawn_at: Computes [N], int64: position in its sequence of the token that each row draws.
         """
         return draws
-
-    def reports_unscaled(self, reports_raw: bool) -> bool:
-        """Return true if log-probabilities are reported at temperature 1 for every request.
-
-        Args:
-            reports_raw: True if the server reports them before penalties and filters.
-        """
-        return False
 
     # The step.
 

@@ -33,6 +33,7 @@ class WholeSequence(CanvasLayout):
 
     summary: ClassVar[str] = "the whole sequence, in both directions; nothing is cached"
     holds_sequence = True
+    narrows = False
     caches_prefixes = False
     refused_fields: ClassVar[Mapping[str, str]] = {
         "prompt_logprobs": "(echo with logprobs) is not supported by this model, which attends in both "
@@ -56,9 +57,6 @@ class WholeSequence(CanvasLayout):
 
     def num_before(self, num_prompt: int, num_generated: int, length: int) -> int:
         return num_generated // length
-
-    def allows_width(self, width: int) -> bool:
-        return False
 
     def num_given(self, num_known: int) -> int:
         return num_known
