@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_diffusion.decoding.canvas_spec import CanvasSpec, SlotStatistics
+from vllm_diffusion.decoding.canvas_spec import CanvasSpec, PositionStatistics
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
 from vllm_diffusion.decoding.layouts import FreeCanvas
 from vllm_diffusion.decoding.pass_order import PassOrder
@@ -84,7 +84,7 @@ class Pass:
     batch: SimpleNamespace
     rows: PassRows
     before: dict[str, Tensor]
-    statistics: SlotStatistics
+    statistics: PositionStatistics
     output: StepOutput
     after: dict[str, Tensor]
     engine: EngineRows
@@ -183,7 +183,7 @@ def by_request() -> Iterator[Sequence[str]]:
         "canvas rows",
         "`query_start_loc`",
         "`requests.starts`",
-        "`causal.num_rows`",
+        "`num_causal`",
     ]
     columns = (
         [*(request.name for request in done.requests), "end"],
@@ -193,7 +193,7 @@ def by_request() -> Iterator[Sequence[str]]:
         np.diff(done.batch.cu_num_logits_np),
         done.batch.query_start_loc_np,
         done.rows.requests.starts,
-        done.rows.causal.num_rows.tolist()[: len(done.requests)],
+        done.rows.num_causal.tolist()[: len(done.requests)],
     )
     for cells in zip_longest(*columns, fillvalue=""):
         yield [str(cell) for cell in cells]
@@ -204,7 +204,7 @@ def by_row() -> Iterator[Sequence[str]]:
     done = example()
     starts = done.batch.query_start_loc_np
     within = [(r, i) for r in done.requests for i in range(r.num_rows)]
-    num_causal = done.rows.causal.num_rows.tolist()
+    num_causal = done.rows.num_causal.tolist()
     is_causal = [i < num_causal[done.requests.index(request)] for request, i in within]
     yield ["row", *(str(row) for row in range(starts[-1]))]
     yield ["request", *(request.name for request, _ in within)]
@@ -225,7 +225,7 @@ def by_slot() -> Iterator[Sequence[str]]:
     yield ["", "", *(f"slot {slot}: {owners.get(slot, 'free')}" for slot in range(NUM_SLOTS))]
     parts: dict[str, dict[str, Tensor]] = {
         "before": done.before,
-        "`SlotStatistics`": {
+        "`PositionStatistics`": {
             name: getattr(done.statistics, name) for name in ("argmax", "candidate", "entropy")
         },
         "`of_slots`": {"num_rows": done.rows.of_slots.num_rows},

@@ -60,8 +60,8 @@ def rows(spec: Any, device: torch.device, backend: str | None) -> list[dict[str,
                 "slot": places.slot[:n].tolist(),
                 "position": places.position[:n].tolist(),
                 "offset": places.offset[:n].tolist(),
-                "causal rows": places.causal.num_rows.tolist(),
-                "causal flags": places.causal.flags.tolist(),
+                "causal rows": places.num_causal.tolist(),
+                "causal flags": places.causal_flags.tolist(),
                 "of the engine": [each.tolist() for each in places.for_engine(output)],
             }
         )

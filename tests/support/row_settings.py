@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +12,7 @@ from vllm.v1.outputs import LogprobsTensors
 from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws, RowLogits
 from tests.support.heads import output_head
 from vllm_diffusion.canvas.pass_rows import rows_of
+from vllm_diffusion.decoding.canvas_spec import PositionStatistics
 from vllm_diffusion.sampling.kept_rows import CandidateFilters, draw_filtered
 from vllm_diffusion.sampling.logprobs import (
     LogprobsRequest,
@@ -22,7 +22,7 @@ from vllm_diffusion.sampling.logprobs import (
 )
 from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.row_adjustments import RowAdjustments
-from vllm_diffusion.sampling.vocabulary_stream import RowResults, sample_rows
+from vllm_diffusion.sampling.vocabulary_stream import sample_rows
 
 
 def row_draws(rows: int, temperature: float = 1.0, seeds: torch.Tensor | None = None) -> RowDraws:
@@ -131,7 +131,7 @@ class Case:
         slot = torch.arange(3).repeat_interleave(4)
         return bind(adjustments, [4, 4, 4]), adjustments.bind_readable(slot)
 
-    def run(self, head: Any = None, tile: int = 4096) -> tuple[RowResults, LogprobsTensors]:
+    def run(self, head: Any = None, tile: int = 4096) -> tuple[PositionStatistics, LogprobsTensors]:
         """Results with the candidates of filtered rows, and the log-probabilities of all rows."""
         head = head or output_head(self.weight, 5.0)
         results, some = self.run_plain(head, tile), self.filtered
@@ -142,8 +142,7 @@ class Case:
             self.filters,
             self.vocab,
         )
-        results = replace(
-            results,
+        results = results._replace(
             candidate=results.candidate.index_copy(0, some, drawn[0]),
             drawn_confidence=results.drawn_confidence.index_copy(0, some, drawn[1]),
         )
@@ -159,7 +158,7 @@ class Case:
         write_rows(reports, some, computed)
         return results, reports
 
-    def run_plain(self, head: Any = None, tile: int = 4096) -> RowResults:
+    def run_plain(self, head: Any = None, tile: int = 4096) -> PositionStatistics:
         """Results of all rows before some are looked at again."""
         head = head or output_head(self.weight, 5.0)
         return sample_rows(head, self.rows, self.draws, self.adjustments, 0, self.vocab, tile)

@@ -102,22 +102,6 @@ class EngineRows(NamedTuple):
     num_rejected: Tensor
 
 
-class CausalRows(NamedTuple):
-    """Leading rows of each request that attend causally; a padding request has none.
-
-    Rows of a canvas that is denoised attend in both directions; those of prompts and of finished
-    canvases are causal, apart from their spans.
-
-    Attributes:
-        num_rows: [R], int32.
-        flags: [R], int32, the same as a flag, for back ends that know only those: for them the
-            scheduler never has a request do both in one pass.
-    """
-
-    num_rows: Tensor
-    flags: Tensor
-
-
 class BatchRequests(NamedTuple):
     """Requests of a pass in the batch's order, on the host.
 
@@ -168,7 +152,11 @@ class PassRows:
 
     Attributes:
         slots: The canvases.
-        causal: Rows of each request that attend causally.
+        num_causal: [R], int32: leading rows of each request that attend causally, those of prompts and of
+            finished canvases; a padding request has none. Rows of a canvas that is denoised attend in both
+            directions.
+        causal_flags: [R], int32, the same as a flag, for back ends that know only those: for them the
+            scheduler never has a request do both in one pass.
         index: [N], int64: the place of each sampled row in the pass; 0 after the last.
         hidden_index: [N], int64: the place of the hidden state that its token is drawn from.
         slot: [N], int64: its slot.
@@ -197,7 +185,8 @@ class PassRows:
         def integers(size: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
-        self.causal = CausalRows(integers(R, torch.int32), integers(R, torch.int32))
+        self.num_causal = integers(R, torch.int32)
+        self.causal_flags = integers(R, torch.int32)
         self.index = integers(N)
         self.slot = integers(N)
         self.position = integers(N)
@@ -311,8 +300,8 @@ class PassRows:
         num_bidirectional = layout.num_bidirectional(
             numbers.num_canvas[:R], lambda: is_committed(numbers.slot[:R].long())
         )
-        self.causal.num_rows.copy_(query_lens - num_bidirectional)
-        self.causal.flags.copy_((num_bidirectional == 0) & (query_lens > 0))
+        self.num_causal.copy_(query_lens - num_bidirectional)
+        self.causal_flags.copy_((num_bidirectional == 0) & (query_lens > 0))
 
         row = torch.arange(len(index), dtype=torch.int32, device=index.device)
         is_row = row < numbers.row_start[R]

@@ -24,7 +24,7 @@ from torch import Tensor
 from attention_kernels.noise import Purpose, uniform_tokens
 from vllm_diffusion.canvas.cuda_graphs import compiled
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
-from vllm_diffusion.decoding.canvas_spec import SlotStatistics
+from vllm_diffusion.decoding.canvas_spec import PositionStatistics
 from vllm_diffusion.decoding.rule import StepDecision, StepInputs
 
 _DENOISING, _COMMITTING = int(Phase.DENOISING), int(Phase.COMMITTING)
@@ -122,11 +122,11 @@ class CanvasStep:
         self._spec = slots.spec
         self._converge_at_end = slots.spec.converges_at_end(converge_at_end)
         self._commits = commits
-        self._run: Callable[[SlotStatistics, SlotPass], StepOutput] = compiled(
+        self._run: Callable[[PositionStatistics, SlotPass], StepOutput] = compiled(
             self._advance, compile_backend
         )
 
-    def __call__(self, statistics: SlotStatistics, slot_pass: SlotPass) -> StepOutput:
+    def __call__(self, statistics: PositionStatistics, slot_pass: SlotPass) -> StepOutput:
         """Update the state by a pass.
 
         Args:
@@ -135,7 +135,7 @@ class CanvasStep:
         """
         return self._run(statistics, slot_pass)
 
-    def _advance(self, statistics: SlotStatistics, slot_pass: SlotPass) -> StepOutput:
+    def _advance(self, statistics: PositionStatistics, slot_pass: SlotPass) -> StepOutput:
         slots = self._slots
         # Without a row after its given positions a canvas waits: an asynchronous pass may be of the rows
         # before a block was emitted, or after the last one.
@@ -189,7 +189,7 @@ class CanvasStep:
         return output
 
     def _decide(
-        self, statistics: SlotStatistics, slot_pass: SlotPass, position: Tensor
+        self, statistics: PositionStatistics, slot_pass: SlotPass, position: Tensor
     ) -> StepDecision:
         """Ask the rule."""
         slots = self._slots
@@ -277,7 +277,7 @@ class CanvasStep:
     def _begin(
         self,
         begins: Tensor,
-        statistics: SlotStatistics,
+        statistics: PositionStatistics,
         slot_pass: SlotPass,
         committed: Tensor,
         num_final: Tensor,

@@ -13,11 +13,13 @@ from vllm_diffusion.decoding.layouts import CanvasLayout
 from vllm_diffusion.decoding.rule import DecodingRule
 
 
-class SlotStatistics(NamedTuple):
-    """Statistics of each position of each slot, [R, C], [R, C, K] of ``choices`` and [R, C, M] of ``named``.
+class PositionStatistics(NamedTuple):
+    """Statistics of positions: of n rows, [n], or of each position of each slot, [R, C].
 
-    The fields are those of :class:`StepInputs`. A slot without rows in the pass has what an earlier
-    pass left there, and nothing reads it.
+    ``choices`` are [n, K] or [R, C, K], ``named`` [n, M] or [R, C, M]. The fields are those of
+    :class:`StepInputs`, and of rows ``soft_embeds``, [n, hidden_size], float32: token embeddings weighted by
+    their probability, for a model with self-conditioning. A slot without rows in the pass has what an
+    earlier pass left there, and nothing reads it.
     """
 
     argmax: Tensor
@@ -28,16 +30,29 @@ class SlotStatistics(NamedTuple):
     choices: Tensor | None = None
     margin: Tensor | None = None
     named: Tensor | None = None
+    soft_embeds: Tensor | None = None
 
     @property
     def num_likeliest(self) -> int:
         """K, likeliest tokens of each position in ``choices``; 0 without them."""
         return 0 if self.choices is None else self.choices.shape[-1]
 
+    def write(self, slot: Tensor, position: Tensor, values: PositionStatistics) -> None:
+        """Put statistics of rows at their places, as far as these are kept of slots.
+
+        Args:
+            slot: [n], int64, of each row.
+            position: [n], int64, of each row in its canvas.
+            values: Of the rows.
+        """
+        for held, own in zip(self, values, strict=True):
+            if held is not None and own is not None:
+                held[slot, position] = own
+
     @staticmethod
     def zeros(
         num_slots: int, length: int, rule: DecodingRule, device: torch.device
-    ) -> SlotStatistics:
+    ) -> PositionStatistics:
         """Allocate the statistics of R slots with canvases of C positions.
 
         Args:
@@ -51,7 +66,7 @@ class SlotStatistics(NamedTuple):
             return torch.zeros(num_slots, length, *width, dtype=dtype, device=device)
 
         num_likeliest, num_named = rule.num_choices, len(rule.named_tokens)
-        return SlotStatistics(
+        return PositionStatistics(
             argmax=zeros(torch.int64),
             candidate=zeros(torch.int64),
             entropy=zeros(torch.float32),
@@ -122,11 +137,11 @@ class CanvasSpec:
         """
         return is_requested or self.rule.judges_to_end
 
-    def statistics(self, num_slots: int, device: torch.device) -> SlotStatistics:
+    def statistics(self, num_slots: int, device: torch.device) -> PositionStatistics:
         """Allocate the statistics that the rule decides from.
 
         Args:
             num_slots: R.
             device: Where the tensors are.
         """
-        return SlotStatistics.zeros(num_slots, self.length, self.rule, device)
+        return PositionStatistics.zeros(num_slots, self.length, self.rule, device)

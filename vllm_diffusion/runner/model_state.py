@@ -310,11 +310,11 @@ class BlockDiffusionModelState(ModelState):
             kv_cache_config=kv_cache_config,
             seq_lens_cpu_upper_bound=input_batch.seq_lens_cpu_upper_bound,
             for_cudagraph_capture=for_capture,
-            causal=places.causal.flags[:num_reqs],
+            causal=places.causal_flags[:num_reqs],
         )
         return bind_canvas(
             attn_metadata,
-            places.causal.num_rows[:num_reqs],
+            places.num_causal[:num_reqs],
             self.row_spans(input_batch, num_tokens),
             self.settings.window_anchor,
         )

@@ -90,16 +90,7 @@ class RowStatistics:
             self._vocab_size,
             named_tokens=self._named_tokens,
         )
-        statistics.argmax[slot, position] = results.argmax
-        statistics.candidate[slot, position] = results.candidate
-        statistics.entropy[slot, position] = results.entropy
-        statistics.drawn_confidence[slot, position] = results.drawn_confidence
-        if statistics.confidence is not None:
-            statistics.confidence[slot, position] = results.confidence
-        if statistics.choices is not None and results.choices is not None:
-            statistics.choices[slot, position] = results.choices
-        if statistics.named is not None and results.named is not None:
-            statistics.named[slot, position] = results.named
+        statistics.write(slot, position, results)
         if results.soft_embeds is not None:
             soft_embeds = results.soft_embeds
             if adjustments is not None:

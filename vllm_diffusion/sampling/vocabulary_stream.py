@@ -9,8 +9,6 @@ log-probabilities) are projected again, a canvas at a time: see :mod:`vllm_diffu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import vllm.envs as envs
 from torch import Tensor
@@ -25,6 +23,7 @@ from attention_kernels.vocab_statistics import (
     least_weight,
     update_statistics,
 )
+from vllm_diffusion.decoding.canvas_spec import PositionStatistics
 from vllm_diffusion.sampling.kept_rows import NamedLogits, RunningChoices
 from vllm_diffusion.sampling.output_head import OutputHead
 
@@ -33,34 +32,6 @@ from vllm_diffusion.sampling.output_head import OutputHead
 # 2.09, 1.94 and 1.79 ms, 8 take 13.3, 11.7, 11.2 and 11.4, and 32 take 47.3, 46.4, 44.9 and 44.7. What one tile's
 # logits hold grows with it: at the last, half a byte for each logit of the pass.
 TILE, TILE_ON_GPU = 4096, 32768
-
-
-@dataclass(frozen=True)
-class RowResults:
-    """Results of the canvas rows of a pass.
-
-    Attributes:
-        argmax: [num_rows], int64, the likeliest token.
-        candidate: [num_rows], int64, the drawn token.
-        entropy: [num_rows], float32, nats, of the distribution at the schedule's temperature.
-        confidence: [num_rows], float32, probability of ``argmax`` in that distribution.
-        drawn_confidence: [num_rows], float32, probability of ``candidate`` in that distribution.
-        soft_embeds: [num_rows, hidden_size], float32: token embeddings weighted by their
-            probability; ``None`` for a model without self-conditioning.
-        choices: [num_rows, num_likeliest], int64, the likeliest tokens, the likeliest first; ``None`` if
-            the rule looks at none.
-        named: [num_rows, num_named], float32, probabilities of the tokens that the rule names; ``None`` if it
-            names none.
-    """
-
-    argmax: Tensor
-    candidate: Tensor
-    entropy: Tensor
-    confidence: Tensor
-    drawn_confidence: Tensor
-    soft_embeds: Tensor | None
-    choices: Tensor | None = None
-    named: Tensor | None = None
 
 
 def sample_rows(
@@ -72,7 +43,7 @@ def sample_rows(
     vocab_size: int,
     tile_size: int | None = None,
     named_tokens: tuple[int, ...] = (),
-) -> RowResults:
+) -> PositionStatistics:
     """Project rows to the vocabulary and take from it what the step needs.
 
     Args:
@@ -84,6 +55,9 @@ def sample_rows(
         vocab_size: Number of ids, of all ranks.
         tile_size: Ids of a tile, a multiple of 4; ``None`` for what suits the device.
         named_tokens: Tokens whose probabilities the decoding rule needs, of every row.
+
+    Returns:
+        Statistics of the rows; ``margin`` is of rows that are looked at again.
     """
     num_rows, device = len(rows), rows.device
     if tile_size is None:
@@ -132,15 +106,15 @@ def sample_rows(
             add_product(soft_embeds, weights, embedding[tile], occupied, impl=impl)
 
     running, soft_embeds = _combine_ranks(head, running, soft_embeds)
-    return RowResults(
-        running.argmax,
-        running.candidate,
-        running.entropy(),
-        running.confidence(),
-        running.drawn_confidence(),
-        soft_embeds,
-        None if choices is None else choices.of_all_ranks(head),
-        None if named is None else named.probabilities(head, running),
+    return PositionStatistics(
+        argmax=running.argmax,
+        candidate=running.candidate,
+        entropy=running.entropy(),
+        drawn_confidence=running.drawn_confidence(),
+        confidence=running.confidence(),
+        choices=None if choices is None else choices.of_all_ranks(head),
+        named=None if named is None else named.probabilities(head, running),
+        soft_embeds=soft_embeds,
     )
 
 

@@ -14,7 +14,7 @@ from tests.support.specs import diffusion_gemma_spec
 from tests.unit.canvas.test_step import idle_pass
 from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest
 from vllm_diffusion.canvas.step import CanvasStep
-from vllm_diffusion.decoding.canvas_spec import CanvasSpec, SlotStatistics
+from vllm_diffusion.decoding.canvas_spec import CanvasSpec, PositionStatistics
 from vllm_diffusion.decoding.entropy_bound import DenoisedDraft
 from vllm_diffusion.decoding.layouts import VerifiedDraft
 from vllm_diffusion.decoding.reveal import LinearSpec
@@ -100,7 +100,8 @@ def verified(spec: CanvasSpec, said: list[int], draft: list[int]) -> list[list[i
 
     def run(drawn: torch.Tensor, **changes: torch.Tensor) -> list[int]:
         output = step(
-            SlotStatistics(drawn, drawn, zeros, zeros), idle_pass(len(DRAWS))._replace(**changes)
+            PositionStatistics(drawn, drawn, zeros, zeros),
+            idle_pass(len(DRAWS))._replace(**changes),
         )
         return output.num_emitted.tolist()
 

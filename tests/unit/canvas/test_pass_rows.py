@@ -141,8 +141,8 @@ def test_lay_out(
     assert rows.num_rows == n
     of_rows = (rows.slot, rows.position, rows.index, rows.offset, rows.hidden_index)
     assert [tuple(int(column[i]) for column in of_rows) for i in range(n)] == found
-    assert rows.causal.num_rows.tolist() == causal.tolist()
-    assert rows.causal.flags.tolist() == flags.tolist()
+    assert rows.num_causal.tolist() == causal.tolist()
+    assert rows.causal_flags.tolist() == flags.tolist()
     told = rows.of_slots
     assert told.num_rows.tolist() == num_rows.tolist()
     assert told.seeding.tolist() == seeding.astype(bool).tolist()

@@ -9,7 +9,7 @@ from attention_kernels.noise import Purpose, uniform_tokens
 from tests.support.specs import diffusion_gemma_spec, masked_spec
 from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest, Phase
 from vllm_diffusion.canvas.step import CanvasStep, SlotPass
-from vllm_diffusion.decoding.canvas_spec import CanvasSpec, SlotStatistics
+from vllm_diffusion.decoding.canvas_spec import CanvasSpec, PositionStatistics
 from vllm_diffusion.decoding.layouts import VerifiedDraft
 from vllm_diffusion.decoding.levenshtein import Levenshtein
 from vllm_diffusion.decoding.reveal import LinearSpec
@@ -47,13 +47,13 @@ def run(
     generator = torch.Generator().manual_seed(0)
     canvases, emitted = [], []
     for i in range(14):
-        drawn = SlotStatistics(
+        drawn = PositionStatistics(
             argmax=torch.randint(0, VOCAB, (SLOTS, CANVAS), generator=generator),
             candidate=torch.randint(0, VOCAB, (SLOTS, CANVAS), generator=generator),
             entropy=torch.rand(SLOTS, CANVAS, generator=generator),
             drawn_confidence=torch.rand(SLOTS, CANVAS, generator=generator),
         )
-        statistics = SlotStatistics(*(x if x is None else x.to(device) for x in drawn))
+        statistics = PositionStatistics(*(x if x is None else x.to(device) for x in drawn))
         slot_pass = SlotPass(*(x.to(device) for x in idle_pass(SLOTS)))
         slot_pass.seed.copy_(torch.arange(SLOTS))
         slot_pass.num_rows[: i % (SLOTS + 1)] = CANVAS
@@ -113,7 +113,7 @@ def test_a_draft_and_its_verification(backend):
     def drawing(tokens: list[list[int]], **changes: torch.Tensor) -> list[list[int]]:
         drawn = torch.tensor(tokens)
         slot_pass = idle_pass(2)._replace(**changes)
-        output = step(SlotStatistics(drawn, drawn, entropy, entropy), slot_pass)
+        output = step(PositionStatistics(drawn, drawn, entropy, entropy), slot_pass)
         return [output.num_emitted.tolist(), output.num_finished.tolist()]
 
     both = torch.ones(2, dtype=torch.bool)
@@ -139,7 +139,7 @@ def test_pins_are_of_a_masked_request_s_first_canvas():
     slots.apply_staged_writes()
     step = CanvasStep(slots, compile_backend=None)
     drawn, zeros = torch.full((2, CANVAS), 7), torch.zeros(2, CANVAS)
-    statistics = SlotStatistics(drawn, drawn, zeros, zeros)
+    statistics = PositionStatistics(drawn, drawn, zeros, zeros)
     assert slots.canvas.tolist() == [[30] * CANVAS, [4] * CANVAS]
     assert slots.pinned.sum(dim=-1).tolist() == [2, 0]
     rows = idle_pass(2)._replace(num_rows=torch.full((2,), CANVAS, dtype=torch.int32))
@@ -165,7 +165,7 @@ def test_what_follows_the_end_need_not_converge(converge_at_end):
     slot_pass.num_rows.fill_(CANVAS)
     for i in range(2):
         argmax[:, 4:] = 10 + i
-        output = step(SlotStatistics(argmax, argmax, entropy, entropy), slot_pass)
+        output = step(PositionStatistics(argmax, argmax, entropy, entropy), slot_pass)
     assert (output.num_emitted > 0).tolist() == [converge_at_end, False]
 
 
@@ -178,7 +178,7 @@ def levenshtein_step(slots: CanvasSlots, backend: str | None, passes: int) -> li
     for _ in range(passes):
         choices = torch.rand(R, C, VOCAB, generator=generator).argsort(dim=-1)[..., :3]
         confidence = torch.rand(R, C, generator=generator)
-        statistics = SlotStatistics(
+        statistics = PositionStatistics(
             argmax=choices[..., 0],
             candidate=choices[..., 0],
             entropy=confidence,

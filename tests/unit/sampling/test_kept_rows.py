@@ -16,9 +16,10 @@ from attention_kernels.vocab_statistics import (
 )
 from tests.support.heads import identity_head, on_shards, output_head
 from tests.support.row_settings import row_draws
+from vllm_diffusion.decoding.canvas_spec import PositionStatistics
 from vllm_diffusion.sampling.kept_rows import CandidateFilters, thresholds
 from vllm_diffusion.sampling.output_head import OutputHead
-from vllm_diffusion.sampling.vocabulary_stream import RowResults, sample_rows
+from vllm_diffusion.sampling.vocabulary_stream import sample_rows
 
 pytestmark = pytest.mark.engine
 
@@ -76,7 +77,7 @@ def sampled(
     logits: torch.Tensor,
     adjustments: LogitAdjustments | None = None,
     tile_size: int | None = None,
-) -> RowResults:
+) -> PositionStatistics:
     """With three choices of each row, at several temperatures."""
     zeros = torch.zeros(ROWS, dtype=torch.int32)
     temperature = torch.linspace(0.5, 2.0, ROWS)

@@ -29,10 +29,11 @@ from tests.support.row_settings import (
     top_logprobs,
 )
 from vllm_diffusion.canvas.pass_rows import rows_of
+from vllm_diffusion.decoding.canvas_spec import PositionStatistics
 from vllm_diffusion.sampling import logprobs
 from vllm_diffusion.sampling.kept_rows import CandidateFilters, draw_filtered
 from vllm_diffusion.sampling.logprobs import row_logprobs
-from vllm_diffusion.sampling.vocabulary_stream import RowResults, sample_rows
+from vllm_diffusion.sampling.vocabulary_stream import sample_rows
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,8 @@ def test_candidates_follow_the_exact_distribution(params):
 
 
 def assert_same(
-    ours: tuple[RowResults, LogprobsTensors], whole: tuple[RowResults, LogprobsTensors]
+    ours: tuple[PositionStatistics, LogprobsTensors],
+    whole: tuple[PositionStatistics, LogprobsTensors],
 ) -> None:
     (ours, our_reports), (whole, reports) = ours, whole
     assert torch.equal(ours.candidate, whole.candidate)

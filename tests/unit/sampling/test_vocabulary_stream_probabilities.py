@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,10 +17,11 @@ from attention_kernels.vocab_statistics import api, reference, triton
 from tests.support.heads import identity_head, on_shards, output_head
 from tests.support.row_settings import filtered_probs, logits_of, row_draws, top_logprobs
 from vllm_diffusion.canvas.pass_rows import rows_of
+from vllm_diffusion.decoding.canvas_spec import PositionStatistics
 from vllm_diffusion.sampling.kept_rows import CandidateFilters, draw_filtered
 from vllm_diffusion.sampling.logprobs import row_logprobs
 from vllm_diffusion.sampling.output_head import OutputHead
-from vllm_diffusion.sampling.vocabulary_stream import RowResults, sample_rows
+from vllm_diffusion.sampling.vocabulary_stream import sample_rows
 
 
 @pytest.fixture(params=["reference", "triton"])
@@ -127,14 +127,13 @@ def test_drawn_confidence_is_the_probability_of_the_candidate(implementation, us
     }
     filters = CandidateFilters(*(values[name] if name in used else None for name in values))
 
-    def run(head: OutputHead) -> RowResults:
+    def run(head: OutputHead) -> PositionStatistics:
         results = sample_rows(head, rows, draws, adjustments, 0, vocab, 16)
         if not used:
             return results
         again = logits_of(head, rows[some], adjustments.rows(some))
         drawn = draw_filtered(head, again, rows_of(draws, some), filters, vocab)
-        return replace(
-            results,
+        return results._replace(
             candidate=results.candidate.index_copy(0, some, drawn[0]),
             drawn_confidence=results.drawn_confidence.index_copy(0, some, drawn[1]),
         )
