@@ -1,4 +1,4 @@
-"""How much noise, and how much of the soft embeddings, a trained model's logits make superfluous.
+"""How much noise a trained model's logits make superfluous.
 
     python benchmarks/bench_noise.py
     python benchmarks/bench_noise.py --block 64 --prompts 60
@@ -7,9 +7,6 @@ The shipped checkpoint answers held-out prompts of its tasks through the engine.
 ids are counted that cannot become its candidate whatever noise they get, and blocks of ids of which none
 can: those the Triton kernel leaves out. Its blocks have 1,024 ids, of 262,144; the vocabulary here
 is smaller than one of them, so blocks are smaller too.
-
-Ids are counted as well whose weight a soft embedding in float32, or in bfloat16, cannot hold, and pairs
-of a block of ids with a canvas's rows that have no other: the work that ``skip_unlikely`` leaves out.
 """
 
 from __future__ import annotations
@@ -29,17 +26,8 @@ from tiny_tasks import FAMILIES, draw_question
 from torch import Tensor
 
 from attention_kernels.noise import LARGEST_NOISE, SMALLEST_NOISE
-from attention_kernels.vocab_statistics import (
-    RowDraws,
-    RowLogits,
-    RunningStatistics,
-    least_weight,
-    reference,
-)
+from attention_kernels.vocab_statistics import RowDraws, RowLogits, RunningStatistics, reference
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
-
-# Rows of a canvas of the shipped checkpoint.
-CANVAS = 32
 
 
 def hopeless(rows: RowLogits, draws: RowDraws) -> Tensor:
@@ -50,12 +38,6 @@ def hopeless(rows: RowLogits, draws: RowDraws) -> Tensor:
     return scores + is_random * LARGEST_NOISE < reached
 
 
-def unlikely(rows: RowLogits, draws: RowDraws, dtype: torch.dtype) -> Tensor:
-    """[num_rows, num_ids], bool: whether an id's weight is below what a sum in ``dtype`` is to know of."""
-    x = rows.scaled(draws.temperature)
-    return (x - x.amax(-1, keepdim=True)).exp() < least_weight(dtype, x.shape[1])
-
-
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--prompts", type=int, default=30)
@@ -64,7 +46,7 @@ def main() -> None:
 
     from vllm import LLM, SamplingParams
 
-    counted: dict[int, Tensor] = defaultdict(lambda: torch.zeros(7))
+    counted: dict[int, Tensor] = defaultdict(lambda: torch.zeros(3))
     update = reference.update_statistics
 
     def counting(
@@ -72,13 +54,6 @@ def main() -> None:
     ) -> None:
         out = hopeless(rows, draws)
         shares = [out.float().mean(-1), in_blocks(out).float().mean(-1)]
-        for dtype in (torch.float32, torch.bfloat16):
-            light = unlikely(rows, draws, dtype)
-            pairs = in_blocks(light).unflatten(0, (-1, CANVAS)).all(1, keepdim=True)
-            shares += [
-                light.float().mean(-1),
-                pairs.expand(-1, CANVAS, -1).flatten(0, 1).float().mean(-1),
-            ]
         each = torch.stack([torch.ones(len(out)), *shares], dim=-1)
         for step in draws.step.unique().tolist():
             counted[step] += each[draws.step == step].sum(0)
@@ -103,8 +78,6 @@ def main() -> None:
             [SamplingParams(seed=i, max_tokens=64) for i in range(args.prompts)],
         )
     names = ["no noise: ids", f"blocks of {args.block}"]
-    for dtype in ("float32", "bfloat16"):
-        names += [f"no weight, {dtype}: ids", f"{dtype}: blocks by canvases"]
     data = Rows(args.data)
     everything = torch.stack(list(counted.values())).sum(0)
     for step, (rows, *shares) in [*sorted(counted.items()), ("all", everything)]:

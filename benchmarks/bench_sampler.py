@@ -5,7 +5,6 @@
     python benchmarks/bench_sampler.py --settings           # what sampling settings add
     python benchmarks/bench_sampler.py --tiles 4096 16384   # ours, at other widths of a tile
     python benchmarks/bench_sampler.py --two-streams        # a tile projected beside the one before
-    python benchmarks/bench_sampler.py --settled 0 0.5 1    # soft embeddings of what is likely alone
 
 Stock vLLM projects all rows, caps them in float32, reads them for its statistics and multiplies the
 probabilities with the embedding; ours streams the vocabulary (docs/develop/architecture.md). Both get the
@@ -15,10 +14,6 @@ timed. Peak memory is what a call adds: of the allocator on a GPU, counted from 
 On a GPU serving replays ours as a graph where nobody asks for settings: "ms, graph" is that replay's
 time, "ms" the eager call's, in which the host may be what is measured. Without vLLM, stock's column
 is empty and ours is compared with the same written plainly.
-
-``--settled`` takes the share of rows that are certain of a token, as those of a late step are; the
-others are flat, so that nothing of theirs may be left out. Ours is timed with them as it is and with
-``skip_unlikely``, whose own kernel multiplies no faster than cuBLAS what it does not leave out.
 """
 
 from __future__ import annotations
@@ -26,7 +21,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -43,7 +37,6 @@ from vllm_diffusion.sampling.kept_rows import CandidateFilters, draw_filtered
 from vllm_diffusion.sampling.logprobs import LogprobsRequest, row_logprobs
 from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.vocabulary_stream import sample_rows
-from vllm_diffusion.startup.kernel_choices import KernelChoices
 
 SOFTCAP = 30.0
 # Argmax, entropy and soft embedding of each row.
@@ -98,7 +91,7 @@ def draws_of(rows: Tensor) -> RowDraws:
 
 def ours(rows: Tensor, head: OutputHead, *, tile: int | None = None) -> Sampled:
     """The same by this package."""
-    results = sample_rows(head, rows, draws_of(rows), None, 0, head.weight.shape[0], tile)
+    results = sample_rows(head, rows, draws_of(rows), None, 0, tile)
     assert results.soft_embeds is not None
     return results.argmax, results.entropy, results.soft_embeds
 
@@ -125,16 +118,6 @@ def ours_again(
         else:
             row_logprobs(logits, draws.temperature[some], sampled[0][some], asked, head)
     return sampled
-
-
-def settled_rows(rows: Tensor, head: OutputHead, share: float) -> Tensor:
-    """The first of them made certain of a token each."""
-    n = round(share * len(rows))
-    ids = torch.arange(n, device=rows.device) * 7919 % head.weight.shape[0]
-    certain = head.weight[ids].float()
-    # Three times the cap's own scale: its token is at the cap, and others are near 0.
-    certain *= 3 * SOFTCAP / certain.square().sum(dim=-1, keepdim=True)
-    return torch.cat([certain.to(rows.dtype), rows[n:]])
 
 
 def sampling_settings(
@@ -185,7 +168,6 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=2816 if on_gpu else 64)
     parser.add_argument("--settings", action="store_true", help="filters and log-probabilities too")
     parser.add_argument("--tiles", type=int, nargs="*", default=[], help="ids, multiples of 4")
-    parser.add_argument("--settled", type=float, nargs="*", default=[], help="shares of the rows")
     parser.add_argument("--repeats", type=int, default=20 if on_gpu else 3)
     options = parser.parse_args()
     data = Rows(options.data)
@@ -200,7 +182,6 @@ def main() -> int:
     shape = (options.vocab, options.hidden)
     weight = torch.randn(shape, generator=generator, device=device).to(dtype) * 0.1
     head = OutputHead(weight, weight, 0, SOFTCAP, dtype, F.linear, 1, options.vocab)
-    skipping = replace(head, kernels=KernelChoices(skip_unlikely=True))
     failures = []
     for canvases in options.canvases:
         n = canvases * options.canvas
@@ -210,15 +191,7 @@ def main() -> int:
         for tile in [None, *options.tiles]:
             width = "" if tile is None else f", tiles of {tile}"
             graphed[f"ours{width}"] = partial(ours, rows, head, tile=tile)
-        settled: dict[str, Callable[[], Sampled]] = {}
-        for share in options.settled:
-            some = settled_rows(rows, head, share)
-            kind = f"{share:.0%} of the rows settled"
-            settled[f"ours, {kind}"] = partial(ours, some, head)
-            settled[f"ours, skipping, {kind}"] = partial(ours, some, skipping)
-            if problem := disagreement(ours(some, skipping), ours(some, head)):
-                failures.append(f"{canvases} canvases, skipping, {kind}: {problem}")
-        calls = graphed | settled
+        calls = dict(graphed)
         if has_stock():
             calls["stock"] = partial(stock, rows, weight, options.canvas)
         if options.settings:
@@ -235,11 +208,9 @@ def main() -> int:
         for which, call in calls.items():
             peak = peak_bytes(call, device)
             eager, low, high = milliseconds(call, options.repeats)
-            is_graphed = which in graphed or which in settled
             # Launches outside a graph are slower than what they launch.
-            graph = (
-                milliseconds(as_served(call), options.repeats)[0] if is_graphed and on_gpu else None
-            )
+            is_graphed = which in graphed and on_gpu
+            graph = milliseconds(as_served(call), options.repeats)[0] if is_graphed else None
             per_logit = round(peak / (n * options.vocab), 3)
             data.add(
                 "sampler",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,7 +10,6 @@ from torch import Tensor
 from attention_kernels.checks.checked import Checked
 from attention_kernels.testing import make_adjustments, make_draws
 from attention_kernels.vocab_statistics import (
-    CHUNK,
     LEAST_KEY,
     Impl,
     LogitAdjustments,
@@ -21,7 +20,6 @@ from attention_kernels.vocab_statistics import (
     draw,
     largest_key,
     largest_logit,
-    least_weight,
     ordered_keys,
     scaled_logits,
     update_statistics,
@@ -42,7 +40,6 @@ class RowsShape:
         softcap: Cap of the logits; ``None`` without one.
         dtype: Name of the logits' dtype in torch.
         adjusted: True with biases, penalties, masks and pins.
-        is_skipping: True to leave unlikely ids out of soft embeddings.
         hidden: Width of soft embeddings.
     """
 
@@ -52,7 +49,6 @@ class RowsShape:
     softcap: float | None = 30.0
     dtype: str = "bfloat16"
     adjusted: bool = False
-    is_skipping: bool = False
     hidden: int = 16
 
     def logits(self, device: torch.device, spread: float = 12.0) -> RowLogits:
@@ -88,22 +84,14 @@ def check_statistics(shape: RowsShape, impl: Impl, device: torch.device) -> Chec
     generator = torch.Generator(device).manual_seed(5)
     size = (shape.num_ids, shape.hidden)
     embedding = torch.randn(*size, generator=generator, device=device).to(rows.projected)
-    whole = replace(shape, is_skipping=False)
-    ours, soft = _streamed(rows, draws, embedding, whole, impl)
-    plain, plain_soft = _streamed(rows, draws, embedding, whole, "reference")
+    ours, soft = _streamed(rows, draws, embedding, shape.tile, impl)
+    plain, plain_soft = _streamed(rows, draws, embedding, shape.tile, "reference")
     exact = _exact_logits(rows, draws)
     probs = exact.softmax(-1)
     entropy = -torch.where(probs > 0, probs * probs.clamp(min=1e-300).log(), 0.0).sum(-1)
     _hold("entropy", ours.entropy(), plain.entropy(), entropy)
     _hold("confidence", ours.confidence(), plain.confidence(), probs.amax(-1))
     _hold("soft embedding", soft, plain_soft, probs @ embedding.double())
-    if shape.is_skipping:
-        truth = probs @ embedding.double()
-        _, skipped = _streamed(rows, draws, embedding, shape, impl)
-        error, unskipped = ((x.double() - truth).abs().max().item() for x in (skipped, soft))
-        bound = torch.finfo(rows.projected.dtype).eps / 2 * embedding.abs().max().item()
-        budget = 2 * unskipped + bound + 16 * EPS
-        assert error <= budget, f"skipping: error {error:.2e} exceeds {budget:.2e}"
     # Equal up to what rounding decides: a logit at most a bit below the largest.
     bit = 1e-5 * exact.where(exact.isfinite(), 0.0).abs().amax(-1).clamp(min=1.0)
     largest = exact.gather(1, ours.argmax[:, None])[:, 0]
@@ -111,12 +99,12 @@ def check_statistics(shape: RowsShape, impl: Impl, device: torch.device) -> Chec
     _assert_same_draws(ours.best, plain.best, ours.candidate, plain.candidate)
     return Checked(
         (ours.entropy().double() - entropy).abs().max().item(),
-        lambda: _streamed(rows, draws, embedding, shape, impl),
+        lambda: _streamed(rows, draws, embedding, shape.tile, impl),
     )
 
 
 def _streamed(
-    rows: RowLogits, draws: RowDraws, embedding: Tensor, shape: RowsShape, impl: Impl
+    rows: RowLogits, draws: RowDraws, embedding: Tensor, size: int, impl: Impl
 ) -> tuple[RunningStatistics, Tensor]:
     """Take the statistics of rows a tile at a time.
 
@@ -124,34 +112,27 @@ def _streamed(
         rows: The rows.
         draws: Their temperatures and keys.
         embedding: [num_ids, hidden_size].
-        shape: Width of a tile, and whether unlikely ids are left out.
+        size: Ids of a tile.
         impl: Implementation.
 
     Returns:
         The statistics, and [num_rows, hidden_size], the soft embeddings.
     """
-    device, num_rows = embedding.device, shape.num_rows
+    device, num_rows = embedding.device, len(draws.seed)
     running = RunningStatistics.empty(num_rows, device)
     soft = torch.zeros(num_rows, embedding.shape[1], device=device)
-    least = least_weight(embedding.dtype, shape.num_ids) if shape.is_skipping else 0.0
-    for tile in rows.tiles(shape.tile):
+    for tile in rows.tiles(size):
         weights = torch.empty_like(tile.projected)
         ids = slice(tile.first_id, tile.first_id + weights.shape[1])
-        occupied = None
-        if shape.is_skipping:
-            num_chunks = -(-weights.shape[1] // CHUNK)
-            occupied = torch.empty(num_rows, num_chunks, dtype=torch.uint8, device=device)
         update_statistics(
             running,
             tile,
             draws,
             weights=weights,
-            occupied=occupied,
-            least=least,
             product=soft,
             impl=impl,
         )
-        add_product(soft, weights, embedding[ids], occupied, impl=impl)
+        add_product(soft, weights, embedding[ids], impl=impl)
     return running, soft / running.total[:, None]
 
 

@@ -19,17 +19,14 @@ from attention_kernels.vocab_statistics.logits import (
     ordered_keys,
 )
 from attention_kernels.vocab_statistics.running import (
-    CHUNK,
     FilteredDraw,
     RowDraws,
     RunningStatistics,
     drawn_share,
-    least_weight,
 )
 from attention_kernels.vocab_statistics.search import LEAST_KEY
 
 __all__ = [
-    "CHUNK",
     "LAST_RESORT",
     "LEAST_KEY",
     "MASS_SCALE",
@@ -45,7 +42,6 @@ __all__ = [
     "drawn_share",
     "largest_key",
     "largest_logit",
-    "least_weight",
     "ordered_keys",
     "scaled_logits",
     "update_statistics",

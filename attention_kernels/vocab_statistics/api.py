@@ -9,12 +9,7 @@ from torch import Tensor
 
 from attention_kernels.vocab_statistics import reference
 from attention_kernels.vocab_statistics.logits import RowLogits
-from attention_kernels.vocab_statistics.running import (
-    CHUNK,
-    FilteredDraw,
-    RowDraws,
-    RunningStatistics,
-)
+from attention_kernels.vocab_statistics.running import FilteredDraw, RowDraws, RunningStatistics
 from attention_kernels.vocab_statistics.search import Piece, Weigh, search
 
 Impl = Literal["auto", "reference", "triton"]
@@ -26,8 +21,6 @@ def update_statistics(
     draws: RowDraws,
     *,
     weights: Tensor | None = None,
-    occupied: Tensor | None = None,
-    least: float = 0.0,
     product: Tensor | None = None,
     impl: Impl = "auto",
 ) -> None:
@@ -43,9 +36,6 @@ def update_statistics(
         draws: Temperatures and keys of the rows.
         weights: [num_rows, num_ids], floating point: filled with exp(x - maximum), x being the
             logits over the schedule's temperature and the maximum that after this tile.
-        occupied: [num_rows, ceil(num_ids / CHUNK)], uint8: filled with 1 where a chunk of ``weights`` has
-            one that is not 0, and with 0 elsewhere.
-        least: Bound below which weights become 0 if ``occupied`` is given (:func:`least_weight`).
         product: [num_rows, any], float32: sums of the weights of earlier tiles times something,
             brought down to the new maximum in place.
         impl: ``"auto"``, ``"reference"`` or ``"triton"``. Only ``"auto"`` chooses: Triton for
@@ -62,8 +52,6 @@ def update_statistics(
         raise ValueError(
             f"weights is {list(weights.shape)}; it must be {list(rows.projected.shape)}."
         )
-    if occupied is not None:
-        _check_occupied(occupied, weights)
     if product is not None and (product.shape[0] != num_rows or product.dtype != torch.float32):
         raise ValueError(
             f"product is {product.dtype} {list(product.shape)}; it must be float32 and have "
@@ -71,30 +59,19 @@ def update_statistics(
         )
     implementation = _implementation(impl, rows)
     if rows.projected.numel() > 0:
-        implementation.update_statistics(running, rows, draws, weights, occupied, least, product)
+        implementation.update_statistics(running, rows, draws, weights, product)
 
 
 def add_product(
-    product: Tensor,
-    weights: Tensor,
-    embedding: Tensor,
-    occupied: Tensor | None,
-    *,
-    impl: Impl = "auto",
+    product: Tensor, weights: Tensor, embedding: Tensor, *, impl: Impl = "auto"
 ) -> None:
-    """Add ``weights @ embedding`` to ``product``, without the chunks of ids that have no weights.
-
-    Omitted chunks would add zeros: a row's sum does not depend on the rows it is computed with. Nothing is
-    left out without ``occupied``, by PyTorch's product, whose sums the reference takes in float32.
+    """Add ``weights @ embedding`` to ``product``, by PyTorch's product; the reference adds in float32.
 
     Args:
         product: [num_rows, hidden_size], float32.
         weights: [num_rows, num_ids], in the dtype of ``embedding``.
         embedding: [num_ids, hidden_size].
-        occupied: [num_rows, ceil(num_ids / CHUNK)], uint8: see :func:`update_statistics`; ``None`` if
-            nothing is left out.
-        impl: Implementation, as in :func:`update_statistics`; ``"reference"`` waits for the device where
-            chunks are left out.
+        impl: ``"reference"``, or another for what is fastest.
 
     Raises:
         ValueError: If shapes, dtypes or ``impl`` are wrong.
@@ -109,16 +86,11 @@ def add_product(
             f"embedding is {embedding.dtype} {list(embedding.shape)}; it must be {weights.dtype} "
             f"and have {weights.shape[1]} rows."
         )
-    if occupied is None:
-        if weights.is_cuda and weights.dtype != torch.float32 and impl != "reference":
-            # Added by the product itself, which leaves the sums in memory once.
-            torch.addmm(product, weights, embedding, out_dtype=torch.float32, out=product)
-        else:
-            product.addmm_(weights.float(), embedding.float())
-        return
-    _check_occupied(occupied, weights)
-    if weights.numel() > 0:
-        _implementation(impl, weights).add_product(product, weights, embedding, occupied)
+    if weights.is_cuda and weights.dtype != torch.float32 and impl != "reference":
+        # Added by the product itself, which leaves the sums in memory once.
+        torch.addmm(product, weights, embedding, out_dtype=torch.float32, out=product)
+    else:
+        product.addmm_(weights.float(), embedding.float())
 
 
 def scaled_logits(rows: RowLogits, divisor: Tensor, *, impl: Impl = "auto") -> Tensor:
@@ -263,16 +235,6 @@ def _check(rows: RowLogits, num_rows: int) -> None:
     if rows.first_id % 4 or rows.first_id < 0:
         # One counter of the generator serves four ids.
         raise ValueError(f"first_id={rows.first_id} must be a multiple of 4.")
-
-
-def _check_occupied(occupied: Tensor, weights: Tensor | None) -> None:
-    if weights is None:
-        raise ValueError("occupied describes weights; give these too.")
-    shape = [weights.shape[0], -(-weights.shape[1] // CHUNK)]
-    if list(occupied.shape) != shape or occupied.dtype != torch.uint8:
-        raise ValueError(
-            f"occupied is {occupied.dtype} {list(occupied.shape)}; it must be uint8 {shape}."
-        )
 
 
 def _implementation(impl: Impl, rows: RowLogits | Tensor) -> Any:

@@ -6,19 +6,12 @@ import torch
 from torch import Tensor
 
 from attention_kernels.vocab_statistics.logits import MASS_SCALE, RowLogits, ordered_keys
-from attention_kernels.vocab_statistics.running import (
-    CHUNK,
-    FilteredDraw,
-    RowDraws,
-    RunningStatistics,
-)
+from attention_kernels.vocab_statistics.running import FilteredDraw, RowDraws, RunningStatistics
 from attention_kernels.vocab_statistics.search import Piece
 
 _NOTHING = float("-inf")
 # Ids of kept rows that are in float32 at once.
 _TILE = 4096
-# Rows that have an id's embedding added to them together.
-_ROWS = 64
 
 
 def update_statistics(
@@ -26,8 +19,6 @@ def update_statistics(
     rows: RowLogits,
     draws: RowDraws,
     weights: Tensor | None,
-    occupied: Tensor | None,
-    least: float,
     product: Tensor | None,
 ) -> None:
     x = rows.scaled(draws.temperature)
@@ -53,23 +44,8 @@ def update_statistics(
     running.maximum.copy_(maximum)
     if weights is not None:
         weights.copy_(exponentials)
-        if occupied is not None:
-            weights.masked_fill_(exponentials < least, 0.0)
-            padded = torch.nn.functional.pad(weights != 0, (0, -weights.shape[1] % CHUNK))
-            occupied.copy_(padded.view(len(padded), -1, CHUNK).any(-1))
     if product is not None:
         product.mul_(rescale[:, None])
-
-
-def add_product(product: Tensor, weights: Tensor, embedding: Tensor, occupied: Tensor) -> None:
-    for rows in range(0, len(weights), _ROWS):
-        some = slice(rows, rows + _ROWS)
-        is_occupied = torch.nn.functional.pad(occupied[some].amax(0).to(torch.int8), (1, 1))
-        # Chunks next to each other are multiplied together.
-        edges = is_occupied.diff().nonzero()[:, 0].tolist()
-        for first, last in zip(edges[::2], edges[1::2], strict=True):
-            ids = slice(first * CHUNK, last * CHUNK)
-            product[some] += weights[some, ids] @ embedding[ids]
 
 
 def _update_candidate(

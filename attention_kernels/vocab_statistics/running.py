@@ -10,9 +10,6 @@ from torch import Tensor
 
 from attention_kernels.noise import gumbel_noise, random_words
 
-# Ids that are weighted or left out together.
-CHUNK = 64
-
 
 class RowDraws(NamedTuple):
     """One entry per row: its temperatures and the key of its noise.
@@ -172,18 +169,3 @@ def drawn_share(drawn: Tensor, maximum: Tensor, total: Tensor) -> Tensor:
         [num_rows], float32; 0 where no id is possible.
     """
     return torch.where(total > 0, (drawn - maximum).exp() / total, 0.0)
-
-
-def least_weight(dtype: torch.dtype, num_ids: int) -> float:
-    """Return the smallest weight that a weighted sum of embeddings takes into account.
-
-    Weights are relative to the largest of their row, which is 1, so that all below this have at most
-    ``finfo(dtype).eps / 2`` of a row's mass together: what rounding that one weight to the dtype of the
-    embeddings may take away. The sum is off by that times the largest embedding at most. Where it
-    is added up in parts, each with its own largest weight, the same holds, as the sum of the parts'.
-
-    Args:
-        dtype: Type of the embeddings and of the weights.
-        num_ids: Number of ids of a row.
-    """
-    return torch.finfo(dtype).eps / 2 / num_ids

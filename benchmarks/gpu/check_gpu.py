@@ -24,12 +24,10 @@ from timing import copy_rate, device, milliseconds, place, product_rate
 from vllm_diffusion.canvas.cuda_graphs import cuda_capture
 from vllm_diffusion.kernel_choice.cases import KernelCase, Served, published_26b
 from vllm_diffusion.kernel_choice.child import run_case
-from vllm_diffusion.startup.kernel_choices import KernelChoices, LayerKind
+from vllm_diffusion.startup.kernel_choices import LayerKind
 
 DEVICE = device()
 ON_GPU = DEVICE.type == "cuda"
-# A step leaves out what is unlikely, which is checked beside the whole soft embedding.
-SKIPPING = KernelChoices(skip_unlikely=True)
 # Name -> what to do. What it returns is reported, and an AssertionError is a wrong result.
 Checks = dict[str, Callable[[], str]]
 
@@ -88,10 +86,10 @@ def served() -> Served:
     """What is checked."""
     if not ON_GPU:
         kinds = (LayerKind(2, 2, 16, 15, "auto"), LayerKind(2, 1, 32, -1, "auto"))
-        return Served(kinds, 8, 300, 16, None, "float32", max_model_len=40, choices=SKIPPING)
+        return Served(kinds, 8, 300, 16, None, "float32", max_model_len=40)
     shape = published_26b()
     kinds = (replace(kind, cache_dtype=cache) for kind in shape.kinds for cache in ("auto", "fp8"))
-    return replace(shape, kinds=tuple(kinds), choices=SKIPPING)
+    return replace(shape, kinds=tuple(kinds))
 
 
 def kernel(case: KernelCase) -> str:

@@ -243,7 +243,7 @@ def _attention() -> Iterator[Figure]:
 
 
 def _sampling() -> Iterator[Figure]:
-    """Stock's time over ours, what settings add, and what our variants gain."""
+    """Stock's time over ours, and what settings add."""
 
     def sampled(canvases: int, which: str, column: str = "ms_graph") -> Value:
         return cell(column, table="sampler", canvases=canvases, which=which)
@@ -255,12 +255,6 @@ def _sampling() -> Iterator[Figure]:
         value = ratio(sampled(1, f"ours, {setting}, one canvas", "ms"), sampled(1, "ours", "ms"))
         text = f"sampling, one canvas, {setting}: over the same without"
         yield Figure(text, "sampler", value)
-    for n in (1, 8):
-        for share in ("0%", "50%", "90%", "100%"):
-            settled = f"{share} of the rows settled"
-            value = ratio(sampled(n, f"ours, {settled}"), sampled(n, f"ours, skipping, {settled}"))
-            text = f"sampling, canvases: {n}; {settled}: `skip_unlikely` false over true"
-            yield Figure(text, "sampler-variants", value)
 
     def peak(rows: Rows) -> float:
         return max(values(rows, "bytes_a_logit", which="ours"))

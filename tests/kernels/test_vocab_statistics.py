@@ -15,7 +15,12 @@ from hypothesis import strategies as st
 
 from attention_kernels.noise import gumbel_noise, random_words
 from attention_kernels.testing import make_adjustments, make_draws
-from attention_kernels.vocab_statistics import RowLogits, RunningStatistics, update_statistics
+from attention_kernels.vocab_statistics import (
+    RowLogits,
+    RunningStatistics,
+    add_product,
+    update_statistics,
+)
 from attention_kernels.vocab_statistics.triton import update as triton_update
 from attention_kernels.vocab_statistics.triton.logits import gumbel_bound
 
@@ -270,3 +275,22 @@ def test_bad_arguments_are_named(change, named):
     draws = make_draws(2, torch.Generator().manual_seed(0))
     with pytest.raises(ValueError, match=named):
         update_statistics(running, draws=draws, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"product": torch.zeros(2, 5)}, "product"),
+        ({"product": torch.zeros(2, 4, dtype=torch.float16)}, "product"),
+        ({"embedding": torch.zeros(7, 4)}, "embedding"),
+        ({"embedding": torch.zeros(8, 4, dtype=torch.float16)}, "embedding"),
+    ],
+)
+def test_wrong_products_are_named(change, named):
+    given = {
+        "product": torch.zeros(2, 4),
+        "weights": torch.zeros(2, 8),
+        "embedding": torch.zeros(8, 4),
+    }
+    with pytest.raises(ValueError, match=named):
+        add_product(**(given | change))

@@ -30,8 +30,17 @@ LOGITS = [
     (torch.float32, None, True),
     (torch.float16, 30.0, False),
 ]
-KERNELS = ["update", "skipping update", "plain update", "product", "product of many rows"]
-KERNELS += ["scaled", "largest", "count", "mass", "one mass", "narrow", "draw"]
+KERNELS = [
+    "update",
+    "plain update",
+    "scaled",
+    "largest",
+    "count",
+    "mass",
+    "one mass",
+    "narrow",
+    "draw",
+]
 
 
 def row_logits(dtype, softcap, adjusted):
@@ -48,16 +57,16 @@ def row_logits(dtype, softcap, adjusted):
 
 
 def kernels_of(logits):
-    """Products and the search do not depend on caps and adjustments: they are compiled once for each type."""
+    """The search does not depend on caps and adjustments: it is compiled once for each type."""
     is_new = logits.adjustments is None or logits.projected.dtype == torch.float32
-    return [name for name in KERNELS if is_new or not name.startswith(("product", "narrow"))]
+    return [name for name in KERNELS if is_new or name != "narrow"]
 
 
 def recorded_launches(logits):
     """Each kernel with its arguments, by name; ``ROWS`` rows."""
-    from attention_kernels.vocab_statistics.running import CHUNK, RowDraws, RunningStatistics
+    from attention_kernels.vocab_statistics.running import RowDraws, RunningStatistics
     from attention_kernels.vocab_statistics.search import Piece
-    from attention_kernels.vocab_statistics.triton import add_product, kept_rows, narrow, update
+    from attention_kernels.vocab_statistics.triton import kept_rows, narrow, update
 
     device = torch.device("meta")
     number, integer = empty(ROWS, dtype=torch.float32), empty(ROWS)
@@ -65,26 +74,11 @@ def recorded_launches(logits):
     draws = RowDraws(number, number, keys, integer, integer, integer)
     running = RunningStatistics.empty(ROWS, device)
     weights = empty(ROWS, IDS, dtype=logits.projected.dtype)
-    occupied = empty(ROWS, IDS // CHUNK, dtype=torch.uint8)
     product = empty(ROWS, 2816, dtype=torch.float32)
-    embedding = empty(IDS, 2816, dtype=weights.dtype)
     pivots, bounds = keys[:, None].expand(ROWS, 16), keys[:, None].expand(ROWS, 2)
     calls = {
-        "update": lambda: update.update_statistics(
-            running, logits, draws, weights, None, 0.0, product
-        ),
-        "skipping update": lambda: update.update_statistics(
-            running, logits, draws, weights, occupied, 2.0**-26, product
-        ),
-        "plain update": lambda: update.update_statistics(
-            running, logits, draws, None, None, 0.0, None
-        ),
-        "product": lambda: add_product(product, weights, embedding, occupied),
-        "product of many rows": lambda: add_product(
-            *(many.expand(2048 + ROWS, -1) for many in (product[:1], weights[:1])),
-            embedding,
-            occupied[:1].expand(2048 + ROWS, -1),
-        ),
+        "update": lambda: update.update_statistics(running, logits, draws, weights, product),
+        "plain update": lambda: update.update_statistics(running, logits, draws, None, None),
         "scaled": lambda: kept_rows.scaled_logits(logits, number),
         "largest": lambda: kept_rows.largest_logit(logits, number),
         "count": lambda: kept_rows.weigh(logits, number, number, pivots, bounds, False),

@@ -161,7 +161,7 @@ class Case:
     def run_plain(self, head: Any = None, tile: int = 4096) -> PositionStatistics:
         """Results of all rows before some are looked at again."""
         head = head or output_head(self.weight, 5.0)
-        return sample_rows(head, self.rows, self.draws, self.adjustments, 0, self.vocab, tile)
+        return sample_rows(head, self.rows, self.draws, self.adjustments, 0, tile)
 
 
 def sampling_params(**changes: Any) -> SimpleNamespace:

@@ -135,8 +135,7 @@ class Served:
         )
         if self.hidden is not None:
             shape = replace(shape, hidden=self.hidden)
-        skips = self.hidden is not None and self.choices.skip_unlikely
-        shapes = (replace(shape, adjusted=True), replace(shape, is_skipping=skips))
+        shapes = (replace(shape, adjusted=True), shape)
         kernels: dict[Kernel, str] = {
             "statistics": self.choices.statistics,
             "kept rows": self.choices.kept_rows,

@@ -60,7 +60,6 @@ class RowStatistics:
         """
         self.head = head
         self.of_slots = slots.spec.statistics(slots.num_slots, slots.device)
-        self._vocab_size = slots.vocab_size
         self._named_tokens = slots.spec.rule.named_tokens
         self._constraints = constraints
         self._store_soft_embeds = store_soft_embeds
@@ -87,7 +86,6 @@ class RowStatistics:
             draws,
             adjustments,
             statistics.num_likeliest,
-            self._vocab_size,
             named_tokens=self._named_tokens,
         )
         statistics.write(slot, position, results)

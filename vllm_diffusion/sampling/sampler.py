@@ -199,7 +199,7 @@ class DiffusionSampler:
         ones = torch.ones(len(rows), device=rows.device)
         zeros = torch.zeros(len(rows), dtype=torch.int32, device=rows.device)
         draws = RowDraws(ones, ones, zeros.long(), zeros, zeros, zeros)
-        sample_rows(head, rows, draws, adjustments, self._num_likeliest, vocab_size)
+        sample_rows(head, rows, draws, adjustments, self._num_likeliest)
         # With filters and log-probabilities rows are looked at again.
         some = slice(self.graphs.num_again)
         ones, zeros, draws = ones[some], zeros[some], rows_of(draws, some)

@@ -14,13 +14,11 @@ import vllm.envs as envs
 from torch import Tensor
 
 from attention_kernels.vocab_statistics import (
-    CHUNK,
     LogitAdjustments,
     RowDraws,
     RowLogits,
     RunningStatistics,
     add_product,
-    least_weight,
     update_statistics,
 )
 from vllm_diffusion.decoding.canvas_spec import PositionStatistics
@@ -40,7 +38,6 @@ def sample_rows(
     draws: RowDraws,
     adjustments: LogitAdjustments | None,
     num_likeliest: int,
-    vocab_size: int,
     tile_size: int | None = None,
     named_tokens: tuple[int, ...] = (),
 ) -> PositionStatistics:
@@ -52,7 +49,6 @@ def sample_rows(
         draws: Their temperatures and noise keys.
         adjustments: Adjustments of their logits; ``None`` if there are none.
         num_likeliest: Likeliest tokens that the decoding rule looks at, of every row.
-        vocab_size: Number of ids, of all ranks.
         tile_size: Ids of a tile, a multiple of 4; ``None`` for what suits the device.
         named_tokens: Tokens whose probabilities the decoding rule needs, of every row.
 
@@ -69,26 +65,18 @@ def sample_rows(
     embedding, soft_embeds = head.embedding, None
     if embedding is not None:
         soft_embeds = torch.zeros(num_rows, embedding.shape[1], device=device)
-    least = None
-    if embedding is not None and head.kernels.skip_unlikely:
-        least = least_weight(embedding.dtype, vocab_size)
 
     for tile in head.tiles(tile_size):
         logits = head.project(rows, tile)
-        weights, occupied = None, None
+        weights = None
         if embedding is not None:
             weights = torch.empty(logits.shape, dtype=embedding.dtype, device=device)
-        if least is not None:
-            chunks = -(-logits.shape[1] // CHUNK)
-            occupied = torch.empty(num_rows, chunks, dtype=torch.uint8, device=device)
         of_tile = RowLogits(logits, head.first_id + tile.start, head.softcap, adjustments)
         update_statistics(
             running,
             of_tile,
             draws,
             weights=weights,
-            occupied=occupied,
-            least=least or 0.0,
             product=soft_embeds,
             impl=head.kernels.statistics,
         )
@@ -98,12 +86,11 @@ def sample_rows(
             named.update(of_tile, draws.temperature, head.kernels.kept_rows)
         if soft_embeds is None or weights is None or embedding is None:
             continue
-        if occupied is None and (not embedding.is_cuda or envs.VLLM_BATCH_INVARIANT):
+        if not embedding.is_cuda or envs.VLLM_BATCH_INVARIANT:
             # As the platform multiplies, or where rows must not depend on their number.
             soft_embeds.add_(head.matmul(weights, embedding[tile].T))
         else:
-            impl = head.kernels.statistics
-            add_product(soft_embeds, weights, embedding[tile], occupied, impl=impl)
+            add_product(soft_embeds, weights, embedding[tile], impl=head.kernels.statistics)
 
     running, soft_embeds = _combine_ranks(head, running, soft_embeds)
     return PositionStatistics(

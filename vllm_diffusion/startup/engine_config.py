@@ -105,8 +105,6 @@ class BlockDiffusionEngineConfig:
     rules: ClassVar[Mapping[str, PublishedRule]]
     # True if the weights are also those of an ordinary causal model, served with `AUTOREGRESSIVE`.
     has_autoregressive_mode: ClassVar[bool] = False
-    # True if a step reads the soft embeddings of the previous step.
-    is_self_conditioned: ClassVar[bool] = False
 
     @classmethod
     def rule_names(cls) -> tuple[str, ...]:
@@ -263,7 +261,6 @@ class BlockDiffusionEngineConfig:
                 "no prefix is cached: keys and values of a prompt depend on what is after it."
             )
             vllm_config.cache_config.enable_prefix_caching = False
-        cls._check_skipping(settings)
         plan = replace(
             plan,
             spec=spec,
@@ -306,24 +303,6 @@ class BlockDiffusionEngineConfig:
             )
         cls.install_api()
         return plan
-
-    @classmethod
-    def _check_skipping(cls, settings: PluginSettings) -> None:
-        """Refuse ``skip_unlikely`` where it has no effect, or would break batch invariance."""
-        from vllm import envs
-
-        if not settings.skip_unlikely:
-            return
-        if not cls.is_self_conditioned:
-            raise ValueError(
-                f"{OPTION}: skip_unlikely is of soft embeddings, which this model has none of; leave "
-                "it out."
-            )
-        if envs.VLLM_BATCH_INVARIANT:
-            raise ValueError(
-                f"{OPTION}: skip_unlikely does not go with VLLM_BATCH_INVARIANT, which has a kernel of "
-                "vLLM's multiply soft embeddings; leave one of them out."
-            )
 
 
 class MaskedEngineConfig(BlockDiffusionEngineConfig):

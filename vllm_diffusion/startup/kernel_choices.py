@@ -45,13 +45,11 @@ class KernelChoices:
         attention: Implementation of attention.
         statistics: Implementation of the statistics over the vocabulary.
         kept_rows: Implementation of filters and log-probabilities, which look at rows again.
-        skip_unlikely: True to leave out of soft embeddings what is too unlikely for their dtype.
     """
 
     attention: AttentionImpl = "auto"
     statistics: StatisticsImpl = "auto"
     kept_rows: StatisticsImpl = "auto"
-    skip_unlikely: bool = False
 
 
 DEFAULT_KERNELS = KernelChoices()

@@ -30,8 +30,6 @@ class PluginSettings:
         preset: Name of a set of settings of the rule, for settings that are not set by themselves.
         converge_at_end: True to judge a canvas by its positions up to its first end token only,
             since the positions after it are discarded.
-        skip_unlikely: True to leave blocks of tokens out of the soft embeddings of a block of rows
-            if all of them are too unlikely there for the embeddings' dtype.
         self_check: ``"auto"`` checks the kernels on a GPU where they have not been checked before,
             ``"always"`` at every start, ``"off"`` never.
         of_rule: All other settings, which the model's decoding rule knows and checks.
@@ -45,7 +43,6 @@ class PluginSettings:
     draft_steps: int | None = None
     preset: str | None = None
     converge_at_end: bool = False
-    skip_unlikely: bool = False
     self_check: Literal["auto", "always", "off"] = "auto"
     of_rule: Mapping[str, Any] = field(default_factory=dict)
 
@@ -66,24 +63,20 @@ class PluginSettings:
             if value not in known:
                 names = " or ".join(f'"{choice}"' for choice in known if choice is not None)
                 raise ValueError(f"{name}={value!r} is not known; set it to {names}.")
-        for name in ("converge_at_end", "skip_unlikely"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise ValueError(f"{name}={value!r} must be true or false.")
+        if not isinstance(self.converge_at_end, bool):
+            raise ValueError(f"converge_at_end={self.converge_at_end!r} must be true or false.")
 
     @property
     def kernels(self) -> KernelChoices:
         """Implementations that these settings ask for."""
-        return KernelChoices(
-            attention=self.attention,  # type: ignore[arg-type]
-            skip_unlikely=self.skip_unlikely,
-        )
+        return KernelChoices(attention=self.attention)  # type: ignore[arg-type]
 
 
 # Settings of earlier versions, and what is done now.
 _GONE = {
     "fused_encode": "a canvas is encoded in a pass of the next one wherever that is possible",
     "keep_last_canvas": "the next turn of a chat computes the last canvas of a reply with its prompt",
+    "skip_unlikely": "soft embeddings are summed over every token",
     "tuned": "vllm-diffusion doctor --gpu prints the setting of attention that is faster on a GPU",
 }
 

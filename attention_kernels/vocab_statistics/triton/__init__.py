@@ -7,11 +7,9 @@ from attention_kernels.vocab_statistics.triton.kept_rows import (
     weigh,
 )
 from attention_kernels.vocab_statistics.triton.narrow import narrow
-from attention_kernels.vocab_statistics.triton.product import add_product
 from attention_kernels.vocab_statistics.triton.update import update_statistics
 
 __all__ = [
-    "add_product",
     "draw",
     "largest_logit",
     "narrow",

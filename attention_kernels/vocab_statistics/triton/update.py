@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attention_kernels.noise import LARGEST_NOISE, SMALLEST_NOISE
 from attention_kernels.vocab_statistics.logits import RowLogits
-from attention_kernels.vocab_statistics.running import CHUNK, RowDraws, RunningStatistics
+from attention_kernels.vocab_statistics.running import RowDraws, RunningStatistics
 from attention_kernels.vocab_statistics.triton.logits import (
     aligned_draws,
     capped,
@@ -58,14 +58,10 @@ def _update_statistics_kernel(
     drawn_ptr,
     weights_ptr,
     weights_stride,
-    occupied_ptr,
-    occupied_stride,
-    least,
     product_ptr,
     product_stride,
     hidden_size,
     B: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     inverse = 1.0 / tl.load(draws.temperature + row)
@@ -112,21 +108,9 @@ def _update_statistics_kernel(
         total += exponential
         weighted += exponential * distance
         if weights_ptr is not None:
-            weight = exponential.to(weights_ptr.dtype.element_ty)
-            if occupied_ptr is not None:
-                weight = tl.where(exponential < least, 0.0, weight)
-                chunk = start // CHUNK + tl.arange(0, B // CHUNK)
-                is_occupied = tl.max(
-                    tl.reshape((weight != 0.0).to(tl.int32), [B // CHUNK, CHUNK]), 1
-                )
-                tl.store(
-                    occupied_ptr + row * occupied_stride + chunk,
-                    is_occupied.to(tl.uint8),
-                    mask=chunk * CHUNK < rows.num_ids,
-                )
             tl.store(
                 weights_ptr + row * weights_stride + start + ids,
-                weight,
+                exponential.to(weights_ptr.dtype.element_ty),
                 mask=start + ids < rows.num_ids,
             )
         block_maximum = tl.max(x, axis=0)
@@ -173,8 +157,6 @@ def update_statistics(
     rows: RowLogits,
     draws: RowDraws,
     weights: Tensor | None,
-    occupied: Tensor | None,
-    least: float,
     product: Tensor | None,
 ) -> None:
     for name, tensor in (("weights", weights), ("product", product)):
@@ -192,14 +174,10 @@ def update_statistics(
         running.drawn,
         weights,
         0 if weights is None else weights.stride(0),
-        occupied,
-        0 if occupied is None else occupied.stride(0),
-        least,
         product,
         0 if product is None else product.stride(0),
         0 if product is None else product.shape[1],
         B=BLOCK,
-        CHUNK=CHUNK,
         num_warps=NUM_WARPS,
         maxnreg=REGISTERS if rows.adjustments is None else REGISTERS_OF_ADJUSTED,
     )

@@ -14,7 +14,7 @@ ROOT = records.ROOT
 KERNELS = (
     "gpu/check_gpu.py",
     "bench_canvas_attention.py --requests 1 --contexts 20 --phases denoise --peers unsplit split-2 keys-16",
-    "bench_sampler.py --canvases 1 --hidden 16 --repeats 1 --settled 0 1",
+    "bench_sampler.py --canvases 1 --hidden 16 --repeats 1",
 )
 TINY = "bench_serve.py --concurrency 1 --prompts 2 --model vllm_diffusion/checkpoints"
 SERVED = (

@@ -82,7 +82,7 @@ def sampled(
     zeros = torch.zeros(ROWS, dtype=torch.int32)
     temperature = torch.linspace(0.5, 2.0, ROWS)
     draws = RowDraws(temperature, torch.zeros(ROWS), zeros.long(), zeros, zeros, zeros)
-    return sample_rows(head, logits, draws, adjustments, 3, VOCAB, tile_size)
+    return sample_rows(head, logits, draws, adjustments, 3, tile_size)
 
 
 def logits_with_ties() -> torch.Tensor:
@@ -137,6 +137,4 @@ def test_what_a_request_forbids_is_no_choice():
 def test_nobody_asks():
     """Nothing is looked for where the rule looks at no more than the likeliest."""
     logits = logits_with_ties()
-    assert (
-        sample_rows(identity_head(VOCAB), logits, row_draws(ROWS), None, 0, VOCAB).choices is None
-    )
+    assert sample_rows(identity_head(VOCAB), logits, row_draws(ROWS), None, 0).choices is None

@@ -146,7 +146,7 @@ def test_peak_memory(monkeypatch, extras):
     is_plain = extras == "plain"
     with TensorMemory() as memory:
         results = sample_rows(
-            head, hidden_rows, draws, None if is_plain else bound, 0, vocab, tile_size=128
+            head, hidden_rows, draws, None if is_plain else bound, 0, tile_size=128
         )
         if not is_plain:
             some = slice(canvas)
@@ -185,7 +185,7 @@ def test_never_drawn_ids(dtype, temperatures, borders):
 
         def run(head: Any, draws: RowDraws = draws, filters: Any = filters) -> Any:
             head = replace(head, never_drawn=never, embedding=None)
-            results = sample_rows(head, rows, draws, None, 0, vocab, 4)
+            results = sample_rows(head, rows, draws, None, 0, 4)
             return results, *draw_filtered(head, logits_of(head, rows), draws, filters, vocab)[:2]
 
         logits = (rows @ weight[others].T).double() / temperature
@@ -203,7 +203,7 @@ def test_a_filter_leaves_its_neighbours_alone():
     rows, vocab = 40, 64
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * 2
     head, draws = identity_head(vocab), row_draws(rows)
-    plain = sample_rows(head, logits, draws, None, 0, vocab)
+    plain = sample_rows(head, logits, draws, None, 0)
     top_k = torch.where(torch.arange(rows) % 2 == 0, 1, vocab)
     filters = CandidateFilters(top_k, None, None)
     candidate = draw_filtered(head, logits_of(head, logits), draws, filters, vocab).candidate
@@ -220,7 +220,7 @@ def test_nothing_possible_is_no_nan():
     # The second row is past the minimum.
     draws, bound = row_draws(2), bind(adjustments, [2])
     head, rows = identity_head(16), torch.zeros(2, 16)
-    results = sample_rows(head, rows, draws, bound, 0, 16, tile_size=8)
+    results = sample_rows(head, rows, draws, bound, 0, tile_size=8)
     assert torch.isfinite(results.soft_embeds).all()
     assert results.entropy.tolist() == [0.0, 0.0]
     assert results.confidence.tolist() == [0.0, 1.0]

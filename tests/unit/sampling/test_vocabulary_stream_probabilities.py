@@ -50,7 +50,7 @@ def test_a_token_counts_itself(implementation):
     logits = torch.randn(64, 100, generator=generator) * 20
     head = output_head(torch.eye(100), 30.0)
     temperature = torch.rand(64, generator=generator) + 0.5
-    likeliest = sample_rows(head, logits, row_draws(64), None, 0, 100).argmax
+    likeliest = sample_rows(head, logits, row_draws(64), None, 0).argmax
     logprobs = row_logprobs(
         logits_of(head, logits), temperature, likeliest, top_logprobs(1, 64), head
     )
@@ -128,7 +128,7 @@ def test_drawn_confidence_is_the_probability_of_the_candidate(implementation, us
     filters = CandidateFilters(*(values[name] if name in used else None for name in values))
 
     def run(head: OutputHead) -> PositionStatistics:
-        results = sample_rows(head, rows, draws, adjustments, 0, vocab, 16)
+        results = sample_rows(head, rows, draws, adjustments, 0, 16)
         if not used:
             return results
         again = logits_of(head, rows[some], adjustments.rows(some))

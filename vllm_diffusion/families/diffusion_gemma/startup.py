@@ -238,7 +238,6 @@ class DiffusionGemmaEngineConfig(BlockDiffusionEngineConfig):
         "linear_spec": PublishedRule(DenoisedDraft, layout=VerifiedDraft, draft_length=16),
     }
     has_autoregressive_mode = True
-    is_self_conditioned = True
 
     @classmethod
     def check_model(cls, model_config: ModelConfig) -> None:
