@@ -244,8 +244,9 @@ def published_shape() -> str:
         )
     rows.sort(key=lambda row: (float(row[0]), row[1]))
     head = ["capability", "weights", "products", "experts"]
-    head += ["weights, GiB", "largest pass", "graphs", "KV cache", "tokens of it", "requests"]
-    return _table([*head, "replays", "kernels in them", "other kernels", "copies", "waits"], rows)
+    head += ["weights, GiB", "largest pass, GiB", "graphs, GiB", "KV cache, GiB"]
+    head += ["tokens in the KV cache", "requests"]
+    return _table([*head, "replays", "kernels in graphs", "other kernels", "copies", "waits"], rows)
 
 
 def _kernels(logged: Iterable[str]) -> tuple[str, str]:
@@ -275,8 +276,18 @@ def small_gpus() -> str:
                 f"{tokens / found['max_model_len']:.1f} of {found['max_model_len']:,}",
             ]
         )
-    head = ["GPU", "weights", "canvas", "memory, GiB", "weights", "largest pass", "graphs"]
-    return _table([*head, "KV cache", "tokens of it", "whole requests"], sorted(rows))
+    head = [
+        "GPU",
+        "weights",
+        "canvas",
+        "memory, GiB",
+        "weights, GiB",
+        "largest pass, GiB",
+        "graphs, GiB",
+    ]
+    return _table(
+        [*head, "KV cache, GiB", "tokens in the KV cache", "whole requests"], sorted(rows)
+    )
 
 
 def example(part: Callable[[], Iterable[Sequence[str]]]) -> str:
