@@ -27,29 +27,6 @@ def register_attention() -> None:
         register_backend(AttentionBackendEnum.CUSTOM, _BACKEND)
 
 
-def check_spans(length: int, backend: str, setting: str) -> None:
-    """Refuse an attention back end that cannot serve known tokens that attend in both directions.
-
-    Args:
-        length: Tokens of a block, within which they do.
-        backend: Name of the back end in vLLM; ``"CUSTOM"`` is this package's.
-        setting: The setting ``attention``.
-
-    Raises:
-        ValueError: If that back end or setting cannot.
-    """
-    if backend != "CUSTOM":
-        raise ValueError(
-            f"--attention-backend {backend} cannot serve this model, whose known tokens attend in both "
-            f"directions within blocks of {length}; leave it unset."
-        )
-    if setting == "cute":
-        raise ValueError(
-            'The setting attention="cute" knows no spans of known tokens that attend in both directions, as '
-            f'this model\'s blocks of {length} do; set attention to "triton".'
-        )
-
-
 def choose_attention(chosen: AttentionBackendEnum | None, setting: str) -> AttentionBackendEnum:
     """Choose our back end unless the operator asks for another that can serve a canvas.
 

@@ -19,7 +19,7 @@ from vllm_diffusion.decoding.rule import DecodingRule
 from vllm_diffusion.hooks import upstream
 from vllm_diffusion.startup import engine_process
 from vllm_diffusion.startup.async_scheduling import TYPICAL_STEPS, choose_async_scheduling
-from vllm_diffusion.startup.attention import check_spans, choose_attention
+from vllm_diffusion.startup.attention import choose_attention
 from vllm_diffusion.startup.capture_sizes import choose_capture_sizes
 from vllm_diffusion.startup.denoising_settings import (
     Published,
@@ -37,9 +37,9 @@ from vllm_diffusion.startup.published_runs import log_differences, warn_of_one_a
 from vllm_diffusion.startup.worker_class import choose_worker
 from vllm_diffusion.weights.adapters.early_checks import adapter_rules
 from vllm_diffusion.weights.machine_fit import check_capability, check_platform, check_room
+from vllm_diffusion.weights.regular_files import check_regular_files
 from vllm_diffusion.weights.tensor_rules import TensorRules
 from vllm_diffusion.weights.weight_files import (
-    check_regular_files,
     check_weight_files,
     choose_weight_files,
 )
@@ -274,9 +274,9 @@ class BlockDiffusionEngineConfig:
             else cls.default_max_num_seqs(scheduler, max_num_seqs, length)
         )
         model_config.diffusion = plan
-        check_options(vllm_config)
         is_set = plan.given.max_num_batched_tokens
         choose_media(model_config, scheduler.max_num_batched_tokens, is_set)
+        check_options(vllm_config)
         # An image's rows attend to one another in both directions, so they must be in one pass.
         scheduler.disable_chunked_mm_input = True
         scheduler.scheduler_cls = scheduler.scheduler_cls or SCHEDULER
@@ -445,7 +445,30 @@ def _check_spec(spec: CanvasSpec, model_config: ModelConfig, backend: str, own: 
             f"set --max-model-len to {max_model_len // length * length}."
         )
     if spec.layout.has_spans:
-        check_spans(spec.length, backend, own)
+        _check_spans(spec.length, backend, own)
+
+
+def _check_spans(length: int, backend: str, setting: str) -> None:
+    """Refuse an attention back end that cannot serve known tokens that attend in both directions.
+
+    Args:
+        length: Tokens of a block, within which they do.
+        backend: Name of the back end in vLLM; ``"CUSTOM"`` is this package's.
+        setting: The setting ``attention``.
+
+    Raises:
+        ValueError: If that back end or setting cannot.
+    """
+    if backend != "CUSTOM":
+        raise ValueError(
+            f"--attention-backend {backend} cannot serve this model, whose known tokens attend in both "
+            f"directions within blocks of {length}; leave it unset."
+        )
+    if setting == "cute":
+        raise ValueError(
+            'The setting attention="cute" knows no spans of known tokens that attend in both directions, as '
+            f'this model\'s blocks of {length} do; set attention to "triton".'
+        )
 
 
 def _set_block_size(cache_config: CacheConfig, alignment: int) -> None:

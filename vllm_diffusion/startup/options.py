@@ -16,7 +16,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from vllm_diffusion.hooks.replacement import replaces_call
-from vllm_diffusion.startup.plan import DiffusionPlan, GivenLimits, spec_of
+from vllm_diffusion.startup.plan import DiffusionPlan, GivenLimits
 from vllm_diffusion.weights.adapters.rules import UNREACHED
 
 if TYPE_CHECKING:
@@ -201,8 +201,7 @@ def _field(config: Any, path: str) -> Any:
 
 def _canvas_length(vllm_config: VllmConfig) -> int:
     """Return the rows that a canvas adds to a pass; 0 where a pass holds a whole sequence anyway."""
-    spec = spec_of(vllm_config.model_config)
-    if spec is not None and spec.layout.holds_sequence:
+    if vllm_config.model_config.diffusion.spec.layout.holds_sequence:
         return 0
     return vllm_config.diffusion_config.canvas_length
 

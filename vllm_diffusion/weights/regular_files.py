@@ -80,6 +80,16 @@ def why_not_folder(path: str | Path) -> str | None:
     return None
 
 
+def check_regular_files(directory: Path) -> None:
+    """Refuse a checkpoint's folder with files that are not regular, whose reading may never end.
+
+    Raises:
+        ValueError: Naming the folder, the file and what to do.
+    """
+    if directory.is_dir() and (problem := why_not_folder(directory)):
+        raise ValueError(f"{directory} {problem}; copy or download the checkpoint again")
+
+
 def open_own(path: Path, flags: int = 0) -> int:
     """Open a file of this user alone, to read and write it, without waiting for a named pipe.
 

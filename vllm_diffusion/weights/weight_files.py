@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vllm_diffusion.weights.regular_files import json_object, why_not_file, why_not_folder
+from vllm_diffusion.weights.regular_files import json_object, why_not_file
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -244,16 +244,6 @@ def conversion_command(directory: Path, files: list[Path]) -> str:
         "for path in pathlib.Path(sys.argv[1]).glob(sys.argv[2])]"
     )
     return " ".join(["python -c", *map(shlex.quote, (code, str(directory), pattern))])
-
-
-def check_regular_files(directory: Path) -> None:
-    """Refuse a checkpoint's folder with files that are not regular, whose reading may never end.
-
-    Raises:
-        ValueError: Naming the folder, the file and what to do.
-    """
-    if directory.is_dir() and (problem := why_not_folder(directory)):
-        raise ValueError(f"{directory} {problem}; {_ADVICE}")
 
 
 def file_problem(path: Path) -> str | None:

@@ -122,12 +122,12 @@ def adapter_rules(vllm_config: VllmConfig, tensors: TensorRules) -> AdapterRules
         return None
     # vLLM resolves --lora-dtype later, in the same way.
     lora_config.verify_with_model_config(vllm_config.model_config)
-    targets = lora_config.target_modules
+    targets, no_experts = lora_config.target_modules, _why_no_experts(vllm_config)
     rules = AdapterRules(
         adapted_modules(tensors, vllm_config.model_config.hf_config),
         max_rank=lora_config.max_lora_rank,
         target_modules=None if targets is None else tuple(targets),
-        no_experts=_why_no_experts(vllm_config),
+        no_experts=no_experts,
         largest=torch.finfo(lora_config.lora_dtype).max,
     )
     check_command_line(rules)
