@@ -87,7 +87,7 @@ def check_regular_files(directory: Path) -> None:
         ValueError: Naming the folder, the file and what to do.
     """
     if directory.is_dir() and (problem := why_not_folder(directory)):
-        raise ValueError(f"{directory} {problem}; copy or download the checkpoint again")
+        raise ValueError(f"{directory} {problem}; copy or download the checkpoint again.")
 
 
 def open_own(path: Path, flags: int = 0) -> int:
