@@ -27,7 +27,6 @@ vllm:spec_decode_num_drafts_total{model_name="m"} 2.0
 vllm:spec_decode_num_accepted_tokens_total{model_name="m"} 11.0
 vllm:spec_decode_num_draft_tokens_total{model_name="m"} 14.0
 """
-_STATUS = {"ends": 0, "dies later": 4}
 
 
 def command(behaviour: str) -> list[str]:
@@ -71,10 +70,10 @@ class _Handler(BaseHTTPRequestHandler):
         """Print nothing."""
 
 
-def _end(behaviour: str) -> None:
+def _die() -> None:
     time.sleep(1)
     print("the last line", flush=True)
-    os._exit(_STATUS[behaviour])
+    os._exit(4)
 
 
 def main(behaviour: str, port: str) -> None:
@@ -92,8 +91,8 @@ def main(behaviour: str, port: str) -> None:
     if behaviour == "never-ready":
         print("Resolved architecture: Fake", flush=True)
         time.sleep(600)
-    if behaviour in _STATUS:
-        threading.Thread(target=_end, args=[behaviour]).start()
+    if behaviour == "dies later":
+        threading.Thread(target=_die).start()
     _Handler.behaviour = behaviour
     ThreadingHTTPServer(("127.0.0.1", int(port)), _Handler).serve_forever()
 

@@ -12,14 +12,12 @@ import pytest
 
 from tests.support.kernel_stand_ins import COMMAND
 from vllm_diffusion.cli import doctor, gpu_report
-from vllm_diffusion.cli.doctor import OK, PROBLEM, WARNING, Fact, safely
+from vllm_diffusion.cli.doctor import OK, PROBLEM, WARNING, Fact
 from vllm_diffusion.cli.main import main
 from vllm_diffusion.kernel_choice import process
 from vllm_diffusion.startup import machine
 
 PLUGINS = "vllm_diffusion,vllm_diffusion_cpu"
-DRIVER = machine.NvidiaDriver(1, "535.10", (12, 2), None)
-NO_DRIVER = machine.NvidiaDriver(0, None, None, "no library")
 
 
 @pytest.mark.parametrize(
@@ -27,13 +25,10 @@ NO_DRIVER = machine.NvidiaDriver(0, None, None, "no library")
     [
         ("VLLM_DIFFUSION_DISABLE", "1", PROBLEM),
         ("VLLM_DIFFUSION_DISABLE", "yes", WARNING),
-        ("VLLM_DIFFUSION_DISABLE", "0", OK),
-        ("VLLM_DIFFUSION_CPU", "1", OK),
         ("VLLM_PLUGINS", f"{PLUGINS},vllm_diffusion_metrics", OK),
         ("VLLM_PLUGINS", PLUGINS, WARNING),
         ("VLLM_PLUGINS", "", PROBLEM),
         ("VLLM_TARGET_DEVICE", "cpu", PROBLEM),
-        ("VLLM_TARGET_DEVICE", "cuda", OK),
     ],
 )
 def test_environment(name: str, value: str, mark: str, monkeypatch) -> None:
@@ -44,53 +39,32 @@ def test_environment(name: str, value: str, mark: str, monkeypatch) -> None:
     assert {fact.mark for fact in facts.values()} == {OK}
 
 
-@pytest.mark.parametrize(
-    ("driver", "problem", "found", "force_cpu", "mark", "said"),
-    [
-        (NO_DRIVER, None, None, "", OK, "none; the CPU serves"),
-        (DRIVER, None, "cuda", "", OK, "cuda, 1 device"),
-        (DRIVER, "the driver is too old", None, "", PROBLEM, "too old"),
-        (DRIVER, "the driver is too old", None, "1", WARNING, "too old"),
-    ],
-)
-def test_accelerator(driver, problem, found, force_cpu, mark, said, monkeypatch) -> None:
+@pytest.mark.parametrize(("force_cpu", "mark"), [("", PROBLEM), ("1", WARNING)])
+def test_old_driver(force_cpu: str, mark: str, monkeypatch) -> None:
     """A GPU that cannot start is a problem unless the CPU was asked for."""
-    for name, value in (
-        ("nvidia_driver", driver),
-        ("nvidia_problem", problem),
-        ("working_accelerator", found),
-    ):
-        monkeypatch.setattr(machine, name, lambda value=value: value)
+    driver = machine.NvidiaDriver(1, "535.10", (12, 2), None)
+    monkeypatch.setattr(machine, "nvidia_driver", lambda: driver)
+    monkeypatch.setattr(machine, "nvidia_problem", lambda: "the driver is too old")
     monkeypatch.setenv("VLLM_DIFFUSION_CPU", force_cpu)
-    *drivers, fact = doctor.accelerator_facts()
-    assert (fact.mark, said in fact.value) == (mark, True)
-    assert [each.value for each in drivers] == ["535.10, CUDA up to 12.2"] * (driver is DRIVER)
+    facts = [(fact.mark, fact.value) for fact in doctor.accelerator_facts()]
+    assert facts == [(OK, "535.10, CUDA up to 12.2"), (mark, "the driver is too old")]
 
 
-@pytest.mark.parametrize("mark", [OK, WARNING, PROBLEM])
-def test_report(mark: str, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A remedy stands under its fact; status 1 where something has to be mended, a check that breaks too."""
 
-    def find() -> Iterator[Fact]:
-        yield Fact("a", "1", "" if mark == OK else "mend it", mark)
-        yield Fact("long name", "2")
-
     def breaks() -> Iterator[Fact]:
-        yield Fact("a", "1")
+        yield Fact("a", "1", "mend it", WARNING)
         raise OSError("gone")
 
-    monkeypatch.setattr(doctor, "SECTIONS", {"Title": find})
+    monkeypatch.setattr(doctor, "SECTIONS", {"Title": breaks})
     monkeypatch.setattr(doctor, "quieten", lambda: None)
-    assert main(["doctor"]) == (mark == PROBLEM)
-    remedy = [] if mark == OK else ["                      -> mend it"]
-    expected = [f"  {mark:<7}  a          1", *remedy, "  ok       long name  2"]
-    said = capsys.readouterr().out
-    assert said.splitlines()[2 : 2 + len(expected)] == expected
-    assert ("cannot serve" in said) == (mark == PROBLEM)
-    assert [(fact.mark, "gone" in fact.value) for fact in safely(breaks)] == [
-        (OK, False),
-        (PROBLEM, True),
-    ]
+    assert main(["doctor"]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[2:4] == ["  warning  a                1", " " * 28 + "-> mend it"]
+    assert said[4].startswith("  problem  cannot be found  ")
+    assert "gone" in said[4]
+    assert said[-1].startswith("This machine cannot serve yet: 1 to mend")
 
 
 @pytest.mark.engine
@@ -114,9 +88,7 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 
     stock = SimpleNamespace(module_name="vllm.a", class_name="Stock")
     monkeypatch.setitem(ModelRegistry.models, "Shipped", stock)
-    fact = doctor.model_fact("Shipped")
-    assert (fact.mark, fact.value) == (PROBLEM, "vllm.a.Stock: stock vLLM's")
-    assert "VLLM_PLUGINS" in fact.remedy
+    assert doctor.model_fact("Shipped").mark == PROBLEM
 
 
 def test_gpu(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,23 +101,15 @@ def test_gpu(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) ->
     shapes = [("a shape", gpu_report.published_26b())]
     monkeypatch.setattr(gpu_report, "served_models", lambda model: shapes)
     assert main(["doctor", "--gpu"]) == 0
-    (row,) = [
-        x for x in capsys.readouterr().out.splitlines() if "16 heads on 2 of 512, full, triton" in x
-    ]
-    assert "right" in row
-    assert "1.0e-03" in row
+    assert "16 heads on 2 of 512, full, triton" in capsys.readouterr().out
     monkeypatch.setenv("STAND_INS", json.dumps({"statistics, triton": "wrong"}))
     assert main(["doctor", "--gpu", "--report", str(tmp_path / "report.json")]) == 1
     assert "In its place serves reference" in capsys.readouterr().out
     text = (tmp_path / "report.json").read_text()
+    assert socket.gethostname() not in text
     report = json.loads(text)
     assert (report["facts"]["gpu"], report["facts"]["driver"]) == ("NVIDIA H200 9.0", "580.1")
-    assert {
-        "case": "statistics, triton",
-        "state": "wrong",
-        "why": "attention: error 1.2 exceeds 0.01",
-    } in report["cases"]["a shape"]
-    assert str(tmp_path) not in text
-    assert socket.gethostname() not in text
+    outcomes = {case["case"]: case["state"] for case in report["cases"]["a shape"]}
+    assert outcomes["statistics, triton"] == "wrong"
     names = f"ptxas /home/alice/.triton/cache/x.ptx on {socket.gethostname()} ~/secret/run 1/2"
     assert gpu_report.without_names(names) == "ptxas x.ptx on this machine run 1/2"

@@ -10,27 +10,25 @@ from typing import get_args
 import pytest
 
 from tests.support.commands import refusal_of
-from vllm_diffusion.cli import values
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
 from vllm_diffusion.drafting.commands import contenders
 
 TARGET, DRAFT = str(shipped_checkpoint("qwen3")), str(shipped_draft())
 BENCH = ("bench-drafts", "a/model", "--data", "tiny-tasks")
-TRAIN = ("calibrate", "train", ".", "--out", "new", "--from", DRAFT)
+NEW = ("calibrate", "train", ".", "--out", "new")
+TRAIN = (*NEW, "--from", DRAFT)
 EXTRACT = ("calibrate", "extract", TARGET, "recording", "--out", "new")
 URL = ("--url", "http://127.0.0.1:9")
 REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
     ((), "--help` shows the usage"),
     (("nonsense",), "invalid choice: 'nonsense'"),
     (("tune",), "tune is gone: `vllm-diffusion doctor --gpu`"),
-    (("tune", "--model", "a"), "tune is gone"),
     (("demo", "a", "b"), "unrecognized arguments: b"),
     (("demo", "--max-tokens", "1024"), "--max-tokens: '1024' must be an integer from 1 to 1023"),
     (("demo", "--seed", "9" * 400), "--seed: '999"),
     (("demo", "--family", "sdar", "--draft"), "set --family to qwen3"),
     (("checkpoint", "--family", "nope"), "choose from"),
     (("chat", "--url", "nonsense"), "--url: 'nonsense' must be the address of a server"),
-    (("chat", "--url", "http://["), "--url"),
     (("chat", "--max-tokens", "0"), "'0' must be an integer of at least 1"),
     (("chat", "--model", "a"), "--model needs the server's --url"),
     (("chat", *URL, "--verbose"), "--verbose is of a server that chat starts"),
@@ -47,7 +45,6 @@ REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
     (("swap-draft", "a", "--roll-back", *URL), "--roll-back is gone"),
     (("bench-drafts", "a/model"), "--data is missing"),
     (("bench-drafts", "a/model", "--data", "/no/file"), "--data /no/file: No such file"),
-    (("bench-drafts", "a/model", "another"), "unrecognized arguments: another"),
     (("bench-drafts", "a/model", "--base-url", "http://a"), "--base-url is gone"),
     ((*BENCH, "--temperature=-1"), "--temperature: '-1' must be a number of at least 0"),
     ((*BENCH, "--draft", "eagle3=/no/folder"), "--draft: '/no/folder' must be a folder"),
@@ -60,19 +57,49 @@ REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
     ((*EXTRACT, "--layer-ids", "1,,2"), "--layer-ids: invalid layer_ids value: '1,,2'"),
     ((*EXTRACT, "--layer-ids", "1"), "recording cannot be read"),
     (("calibrate", "train", "/etc", *TRAIN[3:]), "'/etc' must be a folder with extraction.json"),
+    ((*NEW, "--layers", "1"), "--block-size is needed for a new draft"),
+    ((*NEW, "--layers", "1", "--block-size", "4"), "--mask-token-id is needed for a new draft"),
+    ((*TRAIN, "--block-size", "8"), "--block-size is of a new draft"),
+    ((*TRAIN, "--target", "/no/one"), "--target: '/no/one' must be a folder with config.json"),
     ((*TRAIN, "--minutes", "0"), "--minutes=0.0 must be a number above 0"),
     ((*TRAIN, "--learning-rate", "nan"), "--learning-rate=nan must be a number above 0"),
     ((*TRAIN, "--out", "/dev/null/a"), "--out: '/dev/null/a' must be a folder that can be written"),
 )
 
 
-@pytest.mark.parametrize(("words", "said"), REFUSED)
-def test_refused(words: tuple[str, ...], said: str, tmp_path: Path, monkeypatch, capsys) -> None:
-    """Status 2 and one line that names what is wrong; nothing is started."""
+# Second lines of a file of prompts.
+BAD_PROMPTS = (
+    ("[1]", "an object is needed with one of prompt and messages"),
+    ("{", "Expecting property name"),
+    ('{"prompt": "a", "messages": []}', "one of prompt and messages"),
+    ('{"prompt": [1, true]}', "prompt must be a text, or a list of token ids"),
+    ('{"messages": []}', "messages must be a list that is not empty"),
+    ('{"messages": [{"content": "a"}]}', "messages must be objects with role and content"),
+    ('{"prompt": "a", "task": 3}', "task=3 must be a name"),
+)
+
+
+@pytest.fixture
+def nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands run in a folder of the test, and no process is started."""
     monkeypatch.chdir(tmp_path)
-    Path("extraction.json").touch()
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process"))
+
+
+@pytest.mark.parametrize(("words", "said"), REFUSED)
+def test_refused(words: tuple[str, ...], said: str, nothing_starts, capsys) -> None:
+    """Status 2 and one line that names what is wrong; nothing is started."""
+    Path("extraction.json").touch()
     assert said in refusal_of(capsys, *words)
+
+
+@pytest.mark.parametrize(("line", "said"), BAD_PROMPTS)
+def test_refused_prompts(line: str, said: str, nothing_starts, capsys) -> None:
+    """The line by its number, and what is wrong with it."""
+    Path("bad.jsonl").write_text('{"prompt": "fine"}\n' + line)
+    refusal = refusal_of(capsys, "bench-drafts", "a/model", "--data", "bad.jsonl")
+    assert "line 2: " in refusal
+    assert said in refusal
 
 
 def test_nothing_heavy() -> None:
@@ -94,8 +121,3 @@ def test_methods_of_vllm() -> None:
     known = {*get_args(SpeculativeMethod)} - {"extract_hidden_states", "custom_class"}
     assert [contenders.draft_method(method) for method in known] == [*known]
     assert {*contenders.METHODS} - {contenders.ADAPTIVE} <= known
-
-
-def test_a_schema_too_deep_to_read() -> None:
-    with pytest.raises(values.Refusal, match="must be a JSON schema"):
-        values.schema('{"a":' * 20_000)

@@ -91,41 +91,22 @@ def train(
     return run_here
 
 
-NEW = ("--layers", 1, "--block-size", 4, "--mask-token-id", drafts.MASK, "--steps", 30)
+NEW = ("--layers", 1, "--block-size", 4, "--mask-token-id", drafts.MASK)
 
 
 def test_train(train: Any) -> None:
-    """From random weights, and on from there; the progress, a picture, and nothing beside the draft."""
+    """From random weights, until the minutes end; the progress, a picture, and nothing beside the draft."""
     out = Path("drafts/first")
-    status, lines = train("--out", out, *NEW, "--learning-rate", 0.01)
+    status, lines = train("--out", out, *NEW, "--steps", 10**9, "--minutes", 1e-9)
     assert status == 0
-    # Without what ``transformers`` says of its own.
-    said = [line for line in lines if line.startswith("step")]
-    assert said[0].startswith("step 0,")
-    assert "nats a masked token; held out: " in said[-1]
-    assert "of 3 accepted, by position" in said[-1]
-    before, after = (float(line.split("min: ")[1].split()[0]) for line in (said[0], said[-1]))
-    assert after < 0.7 * before
+    assert lines[-1].startswith("step 1,")
+    assert "of 3 accepted, by position" in lines[-1]
     files = {"config.json", "model.safetensors", "training.svg"}
     assert {path.name for path in out.iterdir()} == files
     assert [path.name for path in out.parent.iterdir()] == ["first"]
     config = json.loads((out / "config.json").read_text())
     assert config["architectures"] == ["DFlashDraftModel"]
     assert config["dflash_config"]["target_layer_ids"] == list(LAYERS)
-
-    status, lines = train("--out", "second", "--from", out, "--steps", 1)
-    assert status == 0
-    again = next(line for line in lines if line.startswith("step"))
-    assert again.split("held out: ")[1] == said[-1].split("held out: ")[1]
-    assert Path("second/config.json").read_text() == (out / "config.json").read_text()
-
-
-def test_minutes_end_the_training(train: Any) -> None:
-    """After the steps that fit, at least one; the draft is saved."""
-    status, lines = train(*NEW, "--steps", 10**9, "--minutes", 1e-9)
-    assert status == 0
-    assert lines[-1].startswith("step 1,")
-    assert Path("draft/model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("interrupted", ["train", "draw_training"])
@@ -143,46 +124,17 @@ OLD = ("--from", "old")
 @pytest.mark.parametrize(
     ("words", "files", "message"),
     [
-        (("--layers", 1), {}, "--block-size is needed for a new draft"),
-        (("--layers", 1, "--block-size", 4), {}, "--mask-token-id is needed for a new draft"),
         ((*NEW, "--mask-token-id", 160), {}, "mask_token_id=160 must be a token of the target's"),
         ((*NEW, "--mask-token-id", 5), {}, "id=5, which must be a token that no text has"),
-        ((*NEW, "--minutes", 0), {}, "--minutes=0.0 must be a number above 0"),
-        (
-            (*NEW, "--target", "/no/one"),
-            {},
-            "--target: '/no/one' must be a folder with config.json",
-        ),
-        (("--from", "/no/draft"), {}, "--from: '/no/draft' must be a folder with config.json"),
         ((*OLD, "--out", "target"), {}, "out: target is there already; name a new folder"),
-        ((*OLD, "--block-size", 8), {}, "--block-size is of a new draft"),
-        pytest.param(
-            (*OLD, "--device", "cuda"),
-            {},
-            "device cuda: Found no NVIDIA driver",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU"),
-        ),
+        ((*OLD, "--device", "nope"), {}, "device nope: Expected one of cpu, cuda"),
         # What files hold is another's: the extraction's, or the draft's.
         (NEW, {"samples": {"hidden_size": 128}}, "=128, and --target has 64; give the target"),
-        (NEW, {"samples": {"vocab_size": 99}}, "with vocab_size=99, and --target has 160"),
-        (NEW, {"samples": {"num_target_layers": 9}}, "_layers=9, and --target has 4"),
         (NEW, {"samples": {"target_layer_ids": None}}, "does not say what was extracted"),
-        (
-            NEW,
-            {"samples": {"target_layer_ids": [0, 1, 2]}},
-            "has hidden_states of .* extract its target_layer_ids",
-        ),
+        (NEW, {"samples": {"target_layer_ids": [0, 1, 2]}}, "extract its target_layer_ids"),
         (OLD, {"old": {"vocab_size": 161}}, "vocab_size=161 is not the target's 160"),
-        (
-            OLD,
-            {"old": {"hidden_size": 32}},
-            "^--from old .*is not a draft of its .* size mismatch for",
-        ),
-        (
-            OLD,
-            {"old": {"dflash_config": {"mask_token_id": drafts.MASK, "target_layer_ids": [0, 2]}}},
-            r"hold the layers \[0, 1\], and the draft's target_layer_ids are \[0, 2\]",
-        ),
+        (OLD, {"old": {"hidden_size": 32}}, "is not a draft of its .* size mismatch for"),
+        (OLD, {"samples": {"target_layer_ids": [0, 2]}}, "the draft's target_layer_ids are "),
     ],
 )
 def test_refused_training(
@@ -194,7 +146,6 @@ def test_refused_training(
         path = Path(folder, name)
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     status, lines = train(*words)
-    # A value is refused before torch is imported, what the files hold when they are read.
-    assert status == (2 if message.startswith("--") else 1)
+    assert status == 1
     assert any(re.search(message, line) for line in lines), lines
     assert not Path("draft").exists()
