@@ -247,25 +247,33 @@ def passes_of(llm: Any, kind: str, adapter: str | None = None) -> dict[str, Any]
     from vllm.lora.request import LoRARequest
 
     from vllm_diffusion.live.watch import Inbox, opened
+    from vllm_diffusion.scheduling.canvas_reports import CanvasReports
 
     engine = llm.llm_engine
+    views = 0
+    observe = CanvasReports._observe_view
+
+    def observing(*args: Any) -> None:
+        nonlocal views
+        views += 1
+        observe(*args)
+
     lora = None if adapter is None else LoRARequest("adapter", 1, adapter)
     ids = [f"{kind} {i}" for i in range(2)]
-    inbox = Inbox()
-    with opened(inbox):
+    with opened(Inbox()):
         for request_id in ids:
             prompt = {"prompt_token_ids": PROMPT}
             engine.add_request(request_id, prompt, params_of(kind), lora_request=lora)
     answered: dict[str, int] = {}
-    passes = frames = 0
-    while passes < MOST_PASSES and len(answered) < len(ids):
-        passes += 1
-        for output in engine.step():
-            if output.finished:
-                answered[output.request_id] = len(output.outputs[0].token_ids)
-        frames += len(inbox.take())
+    passes = 0
+    with patch.object(CanvasReports, "_observe_view", observing):
+        while passes < MOST_PASSES and len(answered) < len(ids):
+            passes += 1
+            for output in engine.step():
+                if output.finished:
+                    answered[output.request_id] = len(output.outputs[0].token_ids)
     drop(engine, [request_id for request_id in ids if request_id not in answered])
-    return {"passes": passes, "tokens": sorted(answered.values()), "frames": frames}
+    return {"passes": passes, "tokens": sorted(answered.values()), "views": views}
 
 
 def steady_pass(llm: Any, kind: str) -> dict[str, int]:

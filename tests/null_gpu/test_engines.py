@@ -111,7 +111,8 @@ def test_the_shipped_checkpoint_compiled(null_gpu):
     found = outcome.checked()
     assert_every_row(found["every_row"], 1)
     assert found["chosen"]["graphs"] == "FULL_AND_PIECEWISE"
-    assert found["requests"]["watched"]["frames"] > 0
+    # What they show is nothing, where no kernel runs; that they arrive is what is watched.
+    assert found["requests"]["watched"]["views"] > 0
     baselines.check("a steady pass on the null GPU, shipped checkpoint", found["steady"])
 
 

@@ -54,7 +54,7 @@ class EntropyBound(DecodingRule):
         "stability_threshold": Setting(
             int, 0, INT32_MAX, "earlier steps whose argmax canvas must be the same"
         ),
-        # No step gets there, so that it may be 0.
+        # No step gets there, so that it may be 0: the last has at least t_max / N.
         "t_min": Setting(float, 0.0, _MOST, "what the temperature falls to, over the N steps"),
         "t_max": Setting(float, _LEAST, _MOST, "the temperature at the first step"),
     }
@@ -91,7 +91,7 @@ class EntropyBound(DecodingRule):
         remaining = (max_steps - step).clamp(min=1).float()
         fraction = remaining / max_steps.clamp(min=1).float()
         t_min, t_max = settings["t_min"], settings["t_max"]
-        return (t_min + (t_max - t_min) * fraction).clamp(min=_LEAST), requested
+        return t_min + (t_max - t_min) * fraction, requested
 
     def decide(
         self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
