@@ -377,17 +377,22 @@ class AsyncCanvasScheduler(CanvasScheduling, DiffusionAsyncScheduler):
         The stock code takes the rows in flight for computed, and would give memory to as many more.
         """
         in_flight = [
-            (request, request.num_in_flight_tokens)
+            # What is stale was forgotten when the request was preempted.
+            (
+                request,
+                request.num_in_flight_tokens - request.num_stale_output_tokens,
+                request.num_stale_output_tokens,
+            )
             for request in self.running
             if self.spec.layout.holds_sequence
         ]
-        for request, num_rows in in_flight:
+        for request, num_rows, _ in in_flight:
             request.num_computed_tokens -= num_rows
             request.num_output_placeholders -= num_rows
         yield
-        for request, num_rows in in_flight:
-            # A preempted request has forgotten them.
-            if request.num_stale_output_tokens == 0:
+        for request, num_rows, num_stale in in_flight:
+            # So were these, if it was preempted meanwhile.
+            if request.num_stale_output_tokens == num_stale:
                 request.num_computed_tokens += num_rows
                 request.num_output_placeholders += num_rows
 

@@ -92,7 +92,6 @@ def test_swaps(engine: TracedEngine, folder: Path, models: Any) -> None:
 
 # Fields of ``config.json`` that another draft may not change; those behind are among the ones of DFlash.
 OTHERS: dict[str, Any] = {
-    "block_size": 4,
     "num_target_layers": 9,
     "num_attention_heads": 2,
     "vocab_size": 99,
