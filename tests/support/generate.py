@@ -26,9 +26,9 @@ SMALL: dict[str, Any] = {
 }
 
 
-def small_engine(checkpoint: Path | str, **options: Any) -> dict[str, Any]:
+def small_engine(model: Path | str, **options: Any) -> dict[str, Any]:
     """Arguments of ``LLM``."""
-    return {"model": str(checkpoint)} | SMALL | options
+    return {"model": str(model)} | SMALL | options
 
 
 def run_engine(job: dict[str, Any], **environment: str) -> dict[str, Any]:

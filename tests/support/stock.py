@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tests.support.generate import small_engine
+
 
 def run_in_stock(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Start an engine for each job, one after another, and ask it for a few tokens, with a draft greedy ones.
@@ -46,14 +48,8 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
     from vllm.engine.arg_utils import EngineArgs
 
-    options = {
-        "max_model_len": 256,
-        "max_num_seqs": 2,
-        "enforce_eager": True,
-        "kv_cache_memory_bytes": 64 * 1024**2,
-        "disable_log_stats": False,
-    }
-    options |= job
+    few = {"max_model_len": 256, "max_num_seqs": 2, "disable_log_stats": False}
+    options = small_engine(**(few | job))
     llm, stage = None, "start"
     create = EngineArgs.create_engine_config
 
@@ -91,7 +87,5 @@ if __name__ == "__main__":
     gc.unfreeze = gc.collect = lambda *_: 0
     atexit.register(gc.freeze)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    results = []
-    for job in json.load(sys.stdin):
-        results.append(_run(job))
-    Path(sys.argv[1]).write_text(json.dumps(results))
+    outcomes = [_run(job) for job in json.load(sys.stdin)]
+    Path(sys.argv[1]).write_text(json.dumps(outcomes))
