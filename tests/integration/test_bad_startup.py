@@ -101,7 +101,11 @@ def test_refused_in_stock(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "files",
-    [{"generation_config": {"t_min": 0.0}}, {"text_config": {"final_logit_softcapping": -30.0}}],
+    [
+        {"generation_config": {"t_min": 0.0}},
+        {"text_config": {"final_logit_softcapping": -30.0}},
+        {"text_config": {"final_logit_softcapping": -30}},
+    ],
     ids=str,
 )
 def test_served_as_stock_does(files: dict[str, Any], tmp_path: Path) -> None:

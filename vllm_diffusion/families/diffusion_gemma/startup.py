@@ -136,7 +136,7 @@ def check_config_numbers(hf_config: Any) -> None:
     _check("text_config.rms_norm_eps", text.rms_norm_eps, low=0.0, high=1.0)
     # Logits are divided by it, and multiplied again: its sign means nothing.
     cap = getattr(text, "final_logit_softcapping", None)
-    low, high = (-1e6, -1e-3) if isinstance(cap, float) and cap < 0 else (1e-3, 1e6)
+    low, high = (-1e6, -1e-3) if isinstance(cap, int | float) and cap < 0 else (1e-3, 1e6)
     _check("text_config.final_logit_softcapping", cap, low=low, high=high)
     for kind, rope in (text.rope_parameters or {}).items():
         if isinstance(rope, dict):
