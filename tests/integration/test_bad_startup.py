@@ -100,17 +100,23 @@ def test_refused_in_stock(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "files",
+    ("files", "options"),
     [
-        {"generation_config": {"t_min": 0.0}},
-        {"text_config": {"final_logit_softcapping": -30.0}},
-        {"text_config": {"final_logit_softcapping": -30}},
+        ({"generation_config": {"t_min": 0.0}}, {}),
+        ({"text_config": {"final_logit_softcapping": -30.0}}, {}),
+        ({"text_config": {"final_logit_softcapping": -30}}, {}),
+        ({"config": {"image_token_id": 320}}, {"language_model_only": True}),
     ],
     ids=str,
 )
-def test_served_as_stock_does(files: dict[str, Any], tmp_path: Path) -> None:
-    """No step has the temperature 0 that the schedule ends at, and a softcap's sign means nothing."""
-    configure(copy_checkpoint(tmp_path, **files))
+def test_served_as_stock_does(
+    files: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    """No step has the temperature 0 that the schedule ends at, and a softcap's sign means nothing.
+
+    Nor do the numbers of images, where there are none.
+    """
+    configure(copy_checkpoint(tmp_path, **files), **options)
 
 
 @pytest.mark.parametrize("is_in_vllm", [True, False])

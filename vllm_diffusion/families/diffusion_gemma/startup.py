@@ -114,11 +114,12 @@ def _check(name: str, value: Any, low: float = 1, high: float = _LARGEST_SIZE) -
         )
 
 
-def check_config_numbers(hf_config: Any) -> None:
+def check_config_numbers(hf_config: Any, takes_images: bool = True) -> None:
     """Raise unless a model can be made by the numbers in a checkpoint's configuration.
 
     Args:
         hf_config: transformers' configuration of a DiffusionGemma checkpoint.
+        takes_images: False of a server with ``--language-model-only``, which reads no number of images.
 
     Raises:
         ValueError: Naming the number, what it is and what it may be.
@@ -146,7 +147,7 @@ def check_config_numbers(hf_config: Any) -> None:
             _check(f"{name}partial_rotary_factor", factor, low=0.0, high=1.0)
     _check_divisions(text)
     vision = getattr(hf_config, "vision_config", None)
-    if vision is None:
+    if vision is None or not takes_images:
         return
     for name in _VISION_SIZES:
         _check(f"vision_config.{name}", getattr(vision, name, None))
@@ -242,7 +243,9 @@ class DiffusionGemmaEngineConfig(BlockDiffusionEngineConfig):
     @classmethod
     def check_model(cls, model_config: ModelConfig) -> None:
         _check_canvas_length(model_config)
-        check_config_numbers(model_config.hf_config)
+        multimodal = model_config.multimodal_config
+        takes_images = multimodal is None or not multimodal.language_model_only
+        check_config_numbers(model_config.hf_config, takes_images)
 
     @classmethod
     def apply_stock_defaults(cls, vllm_config: VllmConfig) -> None:
