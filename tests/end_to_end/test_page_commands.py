@@ -1,15 +1,21 @@
-"""Commands of the pages for the shipped checkpoint, run as they stand, in one shell and in front of one server."""
+"""Commands of the pages for the shipped checkpoints, run as they stand."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
+
+from docs.tables import PAGES
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -24,18 +30,127 @@ until (exec 3<>/dev/tcp/127.0.0.1/8000) 2>/dev/null; do kill -0 $!; sleep 0.5; d
 """
 
 
+# Words of commands that other tests run, in a form that a test has time or a machine for.
+ELSEWHERE = {
+    "chat": "test_commands_of_pages, and tests/unit/test_chat.py",
+    "serve-page": "tests/end_to_end/test_open_paths.py",
+    "bench-ways": "tests/end_to_end/test_bench_ways.py",
+    "bench-drafts": "tests/end_to_end/test_bench_drafts.py",
+    "calibrate": "tests/end_to_end/test_calibration.py and test_online_calibration.py",
+    "swap-draft": "tests/end_to_end/test_draft_swaps.py",
+    "doctor": "tests/null_gpu",
+    "ray": "tests/end_to_end/test_nodes.py",
+}
+
+
+def blocks(page: str) -> list[str]:
+    """Return the shell blocks of a page, each command on one line."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    return [re.sub(r"\\\n *", "", each).strip() for each in found]
+
+
 def block(page: str, holds: str) -> str:
     """Return the one shell block of a page that holds a text."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    (found,) = [each for each in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) if holds in each]
-    return found.strip()
+    (found,) = [each for each in blocks(page) if holds in each]
+    return found
+
+
+def lines(holds: str) -> list[list[str]]:
+    """Return the lines of each block that hold a text and no word of what is run elsewhere."""
+    found = []
+    for page in PAGES:
+        for each in blocks(str(page)):
+            without_comments = [line.partition("  #")[0].strip() for line in each.splitlines()]
+            named = [line for line in without_comments if holds in line]
+            named = [line for line in named if ELSEWHERE.keys().isdisjoint(line.split())]
+            found.append(named)
+    return [each for each in found if each]
+
+
+def servers() -> Iterator[str]:
+    """Yield the commands of one server or, where several share one address, of all of them."""
+    for commands in lines('vllm serve "$(vllm-diffusion checkpoint'):
+        # Its block has a key, and test_commands_of_pages runs it.
+        commands = [command for command in commands if "--api-key" not in command]
+        yield from ["\n".join(commands)] if "-address" in "".join(commands) else commands
+
+
+@pytest.fixture(autouse=True)
+def port_of_pages() -> None:
+    with socket.socket() as taken:
+        if not taken.connect_ex(("127.0.0.1", 8000)):
+            pytest.skip("needs port 8000, which the pages name")
+
+
+def users_environment() -> dict[str, str]:
+    """The environment without what a user has not set."""
+    unset = ("VLLM_ENABLE_V1_MULTIPROCESSING", "TRITON_INTERPRET", "VLLM_API_KEY")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    return environment
+
+
+@pytest.mark.parametrize("commands", list(servers()), ids=str)
+def test_server(commands: str) -> None:
+    """Every server of the pages answers, on each port that its commands name, and ends when it is told to."""
+    running = [
+        subprocess.Popen(
+            ["bash", "-c", command], cwd=ROOT, env=users_environment(), start_new_session=True
+        )
+        for command in commands.splitlines()
+    ]
+    try:
+        for port in re.findall(r"--port (\d+)", commands) or ["8000"]:
+            url = f"http://127.0.0.1:{port}"
+            deadline = time.monotonic() + 300
+            while not _is_ready(url):
+                assert [server.poll() for server in running] == [None] * len(running)
+                assert time.monotonic() < deadline
+                time.sleep(0.5)
+            message = {"role": "user", "content": "What is 7+8?"}
+            answer = httpx.post(
+                f"{url}/v1/chat/completions",
+                json={"model": "tiny", "messages": [message], "max_tokens": 32, "temperature": 0},
+                timeout=120,
+            )
+            assert answer.json()["choices"][0]["message"]["content"] == "15", answer.text
+    finally:
+        for server in running:
+            server.send_signal(signal.SIGTERM)
+        ended = [server.wait(60) for server in running]
+    assert ended == [0] * len(running)
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").is_success
+    except httpx.TransportError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "command",
+    sorted(
+        {
+            command
+            for commands in lines("vllm-diffusion")
+            for command in commands
+            if command.startswith("vllm-diffusion ")
+        }
+    ),
+)
+def test_own_command(command: str) -> None:
+    """Each command that needs neither a server nor anybody else's model prints something."""
+    ended = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, env=users_environment(), capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout
 
 
 def test_commands_of_pages() -> None:
     """The server starts, and the clients that the pages name get right answers from it."""
-    with socket.socket() as taken:
-        if not taken.connect_ex(("127.0.0.1", 8000)):
-            pytest.skip("needs port 8000, which the pages name")
     chat = block("docs/use/live-canvas.md", "vllm-diffusion chat").splitlines()[1]
     bench = block("docs/use/serving.md", "vllm bench serve")
     page = (ROOT / "docs/use/serving.md").read_text(encoding="utf-8")
@@ -48,18 +163,11 @@ def test_commands_of_pages() -> None:
         # The first measures a GPU, for longer.
         "vllm bench serve" + bench.split("vllm bench serve")[2],
     ]
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        # What a user has not set.
-        if name not in ("VLLM_ENABLE_V1_MULTIPROCESSING", "TRITON_INTERPRET", "VLLM_API_KEY")
-    }
-    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     serve = block("docs/use/serving.md", 'vllm serve "$(vllm-diffusion checkpoint)"')
     ended = subprocess.run(
         ["bash", "-c", SCRIPT.format(serve=serve, commands="\n".join(commands))],
         cwd=ROOT,
-        env=environment,
+        env=users_environment(),
         capture_output=True,
         text=True,
         timeout=840,
