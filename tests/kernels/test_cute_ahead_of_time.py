@@ -210,7 +210,7 @@ class TracedRule:
             split: Int32,
         ):
             known = sequence(query_len, seq_len, causal_rows)
-            info = module.CanvasBlockInfo(
+            info = kernel.bookkeeping.canvas_block_info(
                 tile_m,
                 tile_n,
                 False,

@@ -9,7 +9,6 @@ two tiles of scores and an output tile want 768 of the 512 columns of tensor mem
 # mypy: allow-incomplete-defs, allow-untyped-defs
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -27,24 +26,9 @@ from flash_attn.cute.seqlen_info import SeqlenInfoQK
 from attention_kernels.canvas_attention.cute.tiles import (
     Bookkeeping,
     CanvasKernel,
-    CanvasTileRange,
     through_canvas,
     visibility,
 )
-
-
-@dataclass(frozen=True)
-class CanvasSequence(SeqlenInfoQK):
-    """FlashAttention-4's facts about a sequence, with its causal rows."""
-
-    causal_rows: Any = 0
-
-
-@dataclass(frozen=True)
-class CanvasBlockInfo(CanvasTileRange, BlockInfo):
-    """The key tiles of a query tile, by the canvas rule."""
-
-    canvas_anchor: bool = True
 
 
 @dataclass(frozen=True)
@@ -72,9 +56,7 @@ class CanvasMask(AttentionMask):
 class CanvasAttentionSm100(CanvasKernel, FlashAttentionForwardSm100):
     """The kernel for one head size, group, dtype and choice of windows."""
 
-    bookkeeping = Bookkeeping(
-        BlockInfo, CanvasBlockInfo, SeqlenInfoQK, CanvasSequence, AttentionMask, CanvasMask
-    )
+    bookkeeping = Bookkeeping(BlockInfo, SeqlenInfoQK, AttentionMask, CanvasMask)
     launch_stock = FlashAttentionForwardSm100.__call__
     load = through_canvas(FlashAttentionForwardSm100.load)
     mma = through_canvas(FlashAttentionForwardSm100.mma)

@@ -10,7 +10,6 @@ see, keys and values arriving by ``cp.async`` from any cache block size.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -40,20 +39,6 @@ from attention_kernels.canvas_attention.cute.tiles import (
     through_canvas,
     visibility,
 )
-
-
-@dataclass(frozen=True)
-class CanvasSequence(SeqlenInfoQK):
-    """FlashAttention-4's facts about a sequence, with its causal rows."""
-
-    causal_rows: Any = 0
-
-
-@dataclass(frozen=True)
-class CanvasBlockInfo(CanvasTileRange, BlockInfo):
-    """The key tiles of a query tile, by the canvas rule."""
-
-    canvas_anchor: bool = True
 
 
 @dataclass(frozen=True)
@@ -122,9 +107,7 @@ def without_dead_splits(create, sequence_of, block_info):
 class CanvasAttentionSm90(CanvasKernel, FlashAttentionForwardSm90):
     """The kernel for one head size, group, dtype and choice of windows."""
 
-    bookkeeping = Bookkeeping(
-        BlockInfo, CanvasBlockInfo, SeqlenInfoQK, CanvasSequence, AttentionMask, CanvasMask
-    )
+    bookkeeping = Bookkeeping(BlockInfo, SeqlenInfoQK, AttentionMask, CanvasMask)
     launch_stock = FlashAttentionForwardSm90.__call__
     load = through_canvas(FlashAttentionForwardSm90.load)
     mma = through_canvas(FlashAttentionForwardSm90.mma)
@@ -158,7 +141,7 @@ class CanvasAttentionSm90(CanvasKernel, FlashAttentionForwardSm90):
         """With splits, the tile scheduler is exchanged as well."""
         args, kwargs = super().exchanged(args, kwargs)
         if self.is_split_kv:
-            (block_info,) = [arg for arg in args if isinstance(arg, CanvasBlockInfo)]
+            (block_info,) = [arg for arg in args if isinstance(arg, CanvasTileRange)]
             made = {arg.func: arg for arg in args if isinstance(arg, partial)}
             create = made[SingleTileVarlenScheduler.create]
             sequence_of = made[self.bookkeeping.canvas_sequence_of]

@@ -10,7 +10,7 @@ a Python ``min`` would ask for a value that is not known while a kernel is trace
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields, make_dataclass
 from functools import partial
 from typing import Any
 
@@ -72,16 +72,23 @@ def visibility(windows: Any, seqlen_info: Any) -> Visibility:
     )
 
 
-@dataclass(frozen=True)
 class Bookkeeping:
     """FlashAttention-4's three objects and what takes their place; each extends its own."""
 
-    block_info: type
-    canvas_block_info: Callable[..., Any]
-    sequence: type
-    canvas_sequence: Callable[..., Any]
-    mask: type
-    canvas_mask: Callable[..., Any]
+    def __init__(
+        self, block_info: type, sequence: type, mask: type, canvas_mask: Callable[..., Any]
+    ) -> None:
+        """Extend the classes of one copy of FlashAttention-4; its masks differ by GPU and come extended."""
+        self.block_info, self.sequence, self.mask = block_info, sequence, mask
+        self.canvas_mask = canvas_mask
+        anchor = [("canvas_anchor", bool, True)]
+        extend = partial(make_dataclass, frozen=True)
+        self.canvas_block_info: Callable[..., Any] = extend(
+            "CanvasBlockInfo", anchor, bases=(CanvasTileRange, block_info)
+        )
+        self.canvas_sequence: Callable[..., Any] = extend(
+            "CanvasSequence", [("causal_rows", Any, 0)], bases=(sequence,)
+        )
 
     def exchange(self, value: Any, canvas_anchor: bool) -> Any:
         """An argument of a kernel method; anything but the three objects is left alone."""
