@@ -31,11 +31,12 @@ from vllm_diffusion.startup.environment import await_engine_at_shutdown, limit_a
 from vllm_diffusion.startup.machine import checkpoint_bytes, is_vllm_cpu_build
 from vllm_diffusion.startup.options import check_options
 from vllm_diffusion.startup.pass_limits import choose_media, default_max_num_seqs
-from vllm_diffusion.startup.plan import DiffusionPlan, plan_of
-from vllm_diffusion.startup.plugin_settings import OPTION, PluginSettings, plugin_settings
+from vllm_diffusion.startup.plan import DiffusionPlan
+from vllm_diffusion.startup.plugin_settings import OPTION, PluginSettings
 from vllm_diffusion.startup.published_runs import log_differences, warn_of_one_a_pass
 from vllm_diffusion.startup.worker_class import choose_worker
 from vllm_diffusion.weights.adapters.early_checks import adapter_rules
+from vllm_diffusion.weights.formats import read_format
 from vllm_diffusion.weights.machine_fit import check_capability, check_platform, check_room
 from vllm_diffusion.weights.regular_files import check_regular_files
 from vllm_diffusion.weights.tensor_rules import TensorRules
@@ -154,7 +155,7 @@ class BlockDiffusionEngineConfig:
         Args:
             model_config: Configuration of the checkpoint.
             settings: The operator's.
-            canvases: Length of a canvas, and the step cap that the operator sets, if any.
+            canvases: Positions of a canvas at most, and the step cap that the operator sets, if any.
         """
         raise NotImplementedError
 
@@ -210,8 +211,7 @@ class BlockDiffusionEngineConfig:
                 "VLLM_DIFFUSION_DISABLE=1 has run in its place.",
                 model_config.architecture,
             )
-        plan = plan_of(vllm_config)
-        plan = replace(plan, settings=plugin_settings(vllm_config.additional_config))
+        plan = model_config.diffusion
         if plan.settings.rule == AUTOREGRESSIVE and cls.has_autoregressive_mode:
             _serve_autoregressively(vllm_config)
             cls.apply_autoregressive_defaults(vllm_config)
@@ -250,10 +250,8 @@ class BlockDiffusionEngineConfig:
 
         canvases = vllm_config.diffusion_config
         assert canvases is not None
-        rule = cls.published_rule(model_config, settings)
-        length = canvas_length(settings, canvases.canvas_length, rule.draft_length)
-        canvases.canvas_length = length
         spec = cls.canvas_spec(model_config, settings, canvases)
+        canvases.canvas_length = length = spec.length
         _check_spec(spec, model_config, attention.backend.name, settings.attention)
         _set_block_size(vllm_config.cache_config, spec.layout.alignment)
         if vllm_config.cache_config.enable_prefix_caching and not spec.layout.caches_prefixes:
@@ -265,7 +263,6 @@ class BlockDiffusionEngineConfig:
             plan,
             spec=spec,
             own_attention=attention.backend.name == "CUSTOM",
-            kernels=settings.kernels,
         )
 
         scheduler.max_num_seqs = (
@@ -345,7 +342,7 @@ class MaskedEngineConfig(BlockDiffusionEngineConfig):
             mask = cls.mask_token_id
         published = cls.published_rule(model_config, settings)
         rule = published.rule(mask)
-        length = canvases.canvas_length
+        length = canvas_length(settings, canvases.canvas_length, published.draft_length)
         # A checkpoint's own file may have other values, under the same names.
         generation, source = generation_config(model_config)
         values = {"max_denoising_steps": length, **rule.defaults, **published.settings}
@@ -391,7 +388,8 @@ def _check_weights(vllm_config: VllmConfig) -> None:
     if vllm_config.load_config.load_format != "dummy":
         check_weight_files(model_config.model)
         choose_weight_files(vllm_config)
-    check_platform(model_config.model, model_config.model_arch_config.quantization_config)
+    quantization = model_config.model_arch_config.quantization_config
+    check_platform(model_config.model, None if quantization is None else read_format(quantization))
     if model_config.is_diffusion:
         check_room(vllm_config)
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.startup.plan import DiffusionPlan, GivenLimits
+from vllm_diffusion.startup.plugin_settings import plugin_settings
 from vllm_diffusion.weights.adapters.rules import UNREACHED
 
 if TYPE_CHECKING:
@@ -144,19 +145,22 @@ def _looking(
         raise ValueError(sentence) from None
     finally:
         self.disable_sliding_window = disables_window
-    if not architectures.isdisjoint(getattr(model_config.hf_config, "architectures", None) or ()):
+    served = getattr(model_config.hf_config, "architectures", None) or ()
+    is_ours = not architectures.isdisjoint(served)
+    if is_ours:
         for name, is_set in EARLY_CONDITIONS.items():
             if is_set(self, model_config):
                 raise ValueError(refusal(name))
     if disables_window:
         model_config = stock(self)
-    if model_config.is_diffusion:
+    if is_ours or model_config.is_diffusion:
         # vLLM replaces None by a default before it asks this package about the model.
         given = GivenLimits(
             max_num_seqs=self.max_num_seqs is not None,
             max_num_batched_tokens=self.max_num_batched_tokens is not None,
         )
-        model_config.diffusion = DiffusionPlan(given=given)
+        settings = plugin_settings(self.additional_config)
+        model_config.diffusion = DiffusionPlan(settings, given, kernels=settings.kernels)
     return model_config
 
 

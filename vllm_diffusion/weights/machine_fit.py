@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vllm_diffusion.weights.formats import FLOATS, read_format
+from vllm_diffusion.weights.formats import FLOATS, Format
 from vllm_diffusion.weights.weight_files import stored_tensors, weight_files
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 
-def check_platform(model: str, quantization: dict[str, Any] | None) -> None:
+def check_platform(model: str, quantized: Format | None) -> None:
     """Refuse FP4 on a machine that can neither run nor emulate it.
+
+    Args:
+        model: Name of the checkpoint.
+        quantized: Format of its weights; ``None`` for floats, and for a format that is not known here.
 
     Raises:
         ValueError: Naming the checkpoint, the platform and what can be served instead.
     """
-    quantized = None if quantization is None else read_format(quantization)
     if quantized is None or not quantized.is_fp4:
         return
     from vllm.platforms import current_platform

@@ -108,10 +108,11 @@ def test_fp4_where_nothing_can_run_it(platform, is_served, monkeypatch):
         device_name=platform.get("name", "cuda"),
     )
     monkeypatch.setattr(vllm.platforms, "current_platform", fake)
-    settings = json.loads((CONFIGS / "nvfp4.json").read_text())
-    check_platform("m", json.loads((CONFIGS / "fp8-dynamic.json").read_text()))
+    fp4 = read_format(json.loads((CONFIGS / "nvfp4.json").read_text()))
+    fp8 = read_format(json.loads((CONFIGS / "fp8-dynamic.json").read_text()))
+    check_platform("m", fp8)
     if is_served:
-        check_platform("m", settings)
+        check_platform("m", fp4)
         return
     with pytest.raises(ValueError, match="can neither run nor emulate"):
-        check_platform("m", settings)
+        check_platform("m", fp4)

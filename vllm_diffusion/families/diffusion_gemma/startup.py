@@ -26,6 +26,7 @@ from vllm_diffusion.decoding.rule import INT32_MAX, Setting
 from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.startup.denoising_settings import (
     Published,
+    canvas_length,
     denoising_settings,
     generation_config,
 )
@@ -270,7 +271,8 @@ class DiffusionGemmaEngineConfig(BlockDiffusionEngineConfig):
         max_steps, of_rule = denoising_settings(
             settings, canvases.max_denoising_steps, rule, published_settings(model_config)
         )
-        layout = (published.layout or FreeCanvas)(canvases.canvas_length)
+        length = canvas_length(settings, canvases.canvas_length, published.draft_length)
+        layout = (published.layout or FreeCanvas)(length)
         return CanvasSpec(layout, rule, max_steps, of_rule)
 
     @classmethod
