@@ -27,8 +27,10 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NullGpu]:
     "layout",
     [
         "FreeCanvas",
-        "ShiftedBlock",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("AlignedBlock", "VerifiedDraft")),
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ("AlignedBlock", "ShiftedBlock", "VerifiedDraft")
+        ),
     ],
 )
 def test_rows(gpu, layout):

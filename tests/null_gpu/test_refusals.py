@@ -37,6 +37,7 @@ def test_a_gpu_that_cannot_serve(tmp_path, device, sentence):
     assert "Traceback" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_gpu_whose_kernels_are_wrong(tmp_path):
     """The engine's process refuses it, and its line is the last of the command."""

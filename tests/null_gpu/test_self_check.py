@@ -22,6 +22,7 @@ def test_a_gpu_that_computes_nothing(null_gpu):
     assert "Traceback" not in outcome.error
 
 
+@pytest.mark.slow
 def test_served_by_the_reference(null_gpu):
     """Where nothing is right, every kind of request passes all the same; graphs hold the backbone's layers."""
     fates = {"triton": "wrong", "cute": "raises"}

@@ -10,7 +10,7 @@ from tests.support.checkpoints import SHIPPED
 from tests.support.null_gpu.processes import ROOT, environment
 from tests.support.server import start_server, stop_server
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 @pytest.mark.timeout(400)

@@ -8,7 +8,7 @@ from tests.robustness.campaign import Tally, describe, run_round
 from tests.support.server import Server
 
 SEED = 20
-NUM_REQUESTS = 180
+NUM_REQUESTS = 100
 
 
 @pytest.mark.engine

@@ -123,7 +123,8 @@ def small_server(tmp_path: Path, *options: str, **variables: str) -> Iterator[Se
         yield server
 
 
-@pytest.mark.parametrize("thread", ["input", pytest.param("output", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("thread", ["input", "output"])
 def test_thread_of_the_engine_raises(thread: str, tmp_path: Path) -> None:
     """Without it the engine could not be reached, so every client is told and the server goes."""
     middleware = f"{thread_faults.__name__}.{thread_faults.raise_in_thread.__name__}"
