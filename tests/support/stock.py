@@ -20,7 +20,7 @@ def run_in_stock(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Start an engine for each job, one after another, and ask it for a few tokens, with a draft greedy ones.
 
     Args:
-        jobs: Keyword arguments of ``LLM`` each.
+        jobs: Keyword arguments of ``LLM`` each; ``adapter`` is the folder of one that the request names.
 
     Returns:
         For each the ``stage`` at which vLLM raises, as it reads options and files (start), as it loads the model
@@ -47,7 +47,9 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.lora.request import LoRARequest
 
+    adapter = job.pop("adapter", None)
     few = {"max_model_len": 256, "max_num_seqs": 2, "disable_log_stats": False}
     options = small_engine(**(few | job))
     llm, stage = None, "start"
@@ -63,10 +65,13 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
         llm, stage = LLM(**options), "request"
         torch.manual_seed(0)
         # A diffusion model of vLLM's takes no temperature.
-        temperature = 0.0 if "speculative_config" in job else 1.0
+        temperature = 0.0 if adapter or "speculative_config" in job else 1.0
         params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=temperature)
         (output,) = llm.generate(
-            [{"prompt_token_ids": [2, 50, 60, 70, 80]}], params, use_tqdm=False
+            [{"prompt_token_ids": [2, 50, 60, 70, 80]}],
+            params,
+            use_tqdm=False,
+            lora_request=LoRARequest("one", 1, adapter) if adapter else None,
         )
         counts = {one.name: getattr(one, "value", 0) for one in llm.get_metrics()}
         accepted = counts.get("vllm:spec_decode_num_accepted_tokens", 0)

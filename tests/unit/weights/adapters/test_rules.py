@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from tests.support.adapters import (
     write_adapter,
 )
 from tests.support.checkpoints import SHIPPED
+from tests.support.stock import run_in_stock
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaTensors
 from vllm_diffusion.weights.adapters.rules import (
     AdapterRules,
@@ -91,50 +94,83 @@ def test_shared_stack(rules: AdapterRules, tmp_path: Path) -> None:
     rules.check(str(write_adapter(tmp_path, tensors)))
 
 
-@pytest.mark.parametrize(
-    ("tensors", "config", "sentence"),
-    [
-        (pair("transformer.h.0.attn.c_attn"), {}, "it adapts transformer.h.0.attn.c_attn, which this model has not; serve it with the model that it was trained on"),
-        (pair() | pair(Q.replace("decoder.", "")), {}, f"it adapts model.layers.0.self_attn.q_proj, which is {Q} too, and adapts that as well; keep one of them"),
-        (pair("model.decoder.embed_tokens"), {}, "it adapts model.decoder.embed_tokens, but the vocabulary is read in tiles"),
-        (pair("lm_head"), {}, "it adapts lm_head, but the vocabulary is read in tiles"),
-        (pair("model.encoder.vision_tower.patch_embedder.input_proj"), {}, "but images are read with the checkpoint's own weights"),
-        (pair(into=64), {}, f"{Q}.lora_A is F32 [4, 64], but by this model and {CONFIG} it must be F32 or F16 or BF16 [4, 128]"),
-        (pair(), {"r": 8}, f"{Q}.lora_A is F32 [4, 128], but by this model and {CONFIG} it must be F32 or F16 or BF16 [8, 128]"),
-        (pair(rank=16), {"r": 16}, "its rank 16 is above --max-lora-rank 8; start the server with a larger one"),
-        ({f"{Q}.lora_A": torch.zeros(4, 128)}, {}, f"{Q} has no lora_B; copy the adapter again"),
-        (pair() | {f"{Q}.lora_magnitude_vector": torch.zeros(128)}, {}, "lora_magnitude_vector.weight, which is no matrix of a LoRA adapter"),
-        ({}, {}, "holds no tensors"),
-        (pair("model.decoder.layers.0.experts", into=512, rank=16), {}, "has nothing for model.decoder.layers.0.experts.base_layer; train it on all of a layer's experts"),
-        (pair(), {"peft_type": "IA3"}, "peft_type='IA3' must be \"LORA\""),
-        (pair(), {"r": "4"}, "r='4' must be an integer of at least 1"),
-        (pair(), {"lora_alpha": None}, "lora_alpha=None must be a finite number above 0"),
-        (pair(), {"lora_alpha": float("inf")}, "lora_alpha=inf must be a finite number above 0"),
-        (pair(), {"lora_alpha": float("nan")}, "lora_alpha=nan must be a finite number above 0"),
-        (pair(), {"alpha_pattern": {"q_proj": float("inf")}}, "must be an object of finite numbers above 0"),
-        (filled("A", float("nan")), {}, f"{Q}.lora_A, scaled by lora_alpha and r, holds numbers that are not finite"),
-        (filled("B", float("-inf")), {}, f"{Q}.lora_B, scaled by lora_alpha and r, holds numbers that are not finite"),
-        (filled("B", 1e30), {"lora_alpha": 1e30}, f"{Q}.lora_B, scaled by lora_alpha and r, holds numbers that are not finite"),
-        (pair(), {"bias": "all"}, "bias='all' must be \"none\""),
-        (pair(), {"use_dora": True}, "use_dora=True must be left out"),
-        (pair(), {"modules_to_save": ["lm_head"]}, "modules_to_save=['lm_head'] must be left out"),
-        (pair(), {"rank_pattern": {"q_proj": 0}}, "rank_pattern={'q_proj': 0} must be an object of integers of at least 1"),
-        (pair(), {"rank_pattern": ["q_proj"]}, "rank_pattern=['q_proj'] must be an object"),
-        (pair(), {"init_lora_weights": "pissa"}, "init_lora_weights='pissa' must be one that leaves"),
-    ],
-)  # fmt: skip
+# Each with what stock does with such an adapter of its Qwen3; nothing where Qwen3 has no such module, or serves it.
+MISFITS = [
+    (pair("transformer.h.0.attn.c_attn"), {}, "it adapts transformer.h.0.attn.c_attn, which this model has not; serve it with the model that it was trained on", "request"),
+    (pair() | pair(Q.replace("decoder.", "")), {}, f"it adapts model.layers.0.self_attn.q_proj, which is {Q} too, and adapts that as well; keep one of them", ""),
+    (pair("model.decoder.embed_tokens"), {}, "it adapts model.decoder.embed_tokens, but the vocabulary is read in tiles", ""),
+    (pair("lm_head"), {}, "it adapts lm_head, but the vocabulary is read in tiles", ""),
+    (pair("model.encoder.vision_tower.patch_embedder.input_proj"), {}, "but images are read with the checkpoint's own weights", "request"),
+    (pair(into=64), {}, f"{Q}.lora_A is F32 [4, 64], but by this model and {CONFIG} it must be F32 or F16 or BF16 [4, 128]", "answers, from half of the numbers"),
+    (pair(), {"r": 8}, f"{Q}.lora_A is F32 [4, 128], but by this model and {CONFIG} it must be F32 or F16 or BF16 [8, 128]", "answers, at twice or half of the trained scale"),
+    (pair(rank=16), {"r": 16}, "its rank 16 is above --max-lora-rank 8; start the server with a larger one", "request"),
+    ({f"{Q}.lora_A": torch.zeros(4, 128)}, {}, f"{Q} has no lora_B; copy the adapter again", "request"),
+    (pair() | {f"{Q}.lora_magnitude_vector": torch.zeros(128)}, {}, "lora_magnitude_vector.weight, which is no matrix of a LoRA adapter", "request"),
+    ({}, {}, "holds no tensors", "request"),
+    (pair("model.decoder.layers.0.experts", into=512, rank=16), {}, "has nothing for model.decoder.layers.0.experts.base_layer; train it on all of a layer's experts", ""),
+    (pair(), {"peft_type": "IA3"}, "peft_type='IA3' must be \"LORA\"", "answers, as if it were LoRA"),
+    (pair(), {"r": "4"}, "r='4' must be an integer of at least 1", "request"),
+    (pair(), {"lora_alpha": None}, "lora_alpha=None must be a finite number above 0", "request"),
+    (pair(), {"lora_alpha": float("inf")}, "lora_alpha=inf must be a finite number above 0", "answers: NaN, token 0"),
+    (pair(), {"lora_alpha": float("nan")}, "lora_alpha=nan must be a finite number above 0", "answers: NaN, token 0"),
+    (pair(), {"alpha_pattern": {"q_proj": float("inf")}}, "must be an object of finite numbers above 0", "answers: NaN, token 0"),
+    (filled("A", float("nan")), {}, f"{Q}.lora_A, scaled by lora_alpha and r, holds numbers that are not finite", "answers: NaN, token 0"),
+    (filled("B", float("-inf")), {}, f"{Q}.lora_B, scaled by lora_alpha and r, holds numbers that are not finite", "answers: NaN, token 0"),
+    (filled("B", 1e30), {"lora_alpha": 1e30}, f"{Q}.lora_B, scaled by lora_alpha and r, holds numbers that are not finite", "answers: NaN, token 0"),
+    (pair(), {"bias": "all"}, "bias='all' must be \"none\"", "request"),
+    (pair(), {"use_dora": True}, "use_dora=True must be left out", "request"),
+    (pair(), {"modules_to_save": ["lm_head"]}, "modules_to_save=['lm_head'] must be left out", "request"),
+    (pair(), {"rank_pattern": {"q_proj": 0}}, "rank_pattern={'q_proj': 0} must be an object of integers of at least 1", "request"),
+    (pair(), {"rank_pattern": ["q_proj"]}, "rank_pattern=['q_proj'] must be an object", "request"),
+    (pair(), {"init_lora_weights": "pissa"}, "init_lora_weights='pissa' must be one that leaves", "request"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tensors", "config", "sentence", "stock"), MISFITS)
 def test_misfits(
     rules: AdapterRules,
     tmp_path: Path,
     tensors: dict[str, torch.Tensor],
     config: dict[str, Any],
     sentence: str,
+    stock: str,
 ) -> None:
     write_adapter(tmp_path, tensors, config)
     with pytest.raises(ValueError, match="^LoRA adapter") as raised:
         rules.check(str(tmp_path))
     assert sentence in str(raised.value)
     assert str(tmp_path) in str(raised.value)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_misfits_in_stock(tmp_path: Path) -> None:
+    """Stock raises what names no file, or a Python error, when a request comes; or it answers wrongly."""
+
+    def of_qwen(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        return {
+            name.replace("model.decoder.", "model."): x
+            if x.any()
+            else x.normal_(generator=generator)
+            for name, x in tensors.items()
+        }
+
+    server = {
+        "model": str(shipped_checkpoint("qwen3")),
+        "enable_lora": True,
+        "max_lora_rank": 8,
+    }
+    rows = [(pair(), {}, "", "answers"), *(row for row in MISFITS if row[-1])]
+    jobs: list[dict[str, Any]] = [server]
+    for i, (tensors, config, _, _) in enumerate(rows):
+        adapter = write_adapter(tmp_path / str(i), of_qwen(tensors), config)
+        jobs.append(server | {"adapter": str(adapter)})
+    without, *outcomes = run_in_stock(jobs)
+    for (_, _, sentence, stock), outcome in zip(rows, outcomes, strict=True):
+        assert outcome.get("stage", "answers") == re.split("[,:]", stock)[0], (sentence, outcome)
+        assert outcome.get("tokens") != without["tokens"], sentence
+        assert ("token 0" in stock) == ("tokens" in outcome and not any(outcome["tokens"]))
 
 
 @pytest.mark.parametrize(
