@@ -91,9 +91,7 @@ MODEL_CASES = {
     ],
 }
 CHIPS = list(MODEL_CASES)
-# A kernel takes seconds: one of them, and the rule with both anchors, one of them in splits.
-OFTEN = "sm_90a"
-FEW = MODEL_CASES[OFTEN][:1]
+# The rule with both anchors, one of them in splits.
 FEW_RULES = [Case(256, "canvas", split=True), Case(512, "query", 3)]
 
 
@@ -369,17 +367,6 @@ def rule_cases(chip: str) -> list[Case]:
     return [*whole, Case(256, "canvas", split=True)]
 
 
-@pytest.fixture(scope="module")
-def told():
-    """What one process reports of a chip: the DSL is imported for longer than it traces."""
-    return reports(OFTEN, compile=FEW, rule=FEW_RULES)
-
-
-def test_cute_ahead_of_time(told):
-    """A layer of the model compiles within the chip's registers and shared memory."""
-    check(OFTEN, FEW, told["compile"])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", CHIPS)
 def test_cute_ahead_of_time_all(chip):
@@ -389,10 +376,11 @@ def test_cute_ahead_of_time_all(chip):
     check(chip, cases, reports(chip, compile=cases)["compile"])
 
 
-def test_cute_traced_rule(told):
+def test_cute_traced_rule():
     """The tiles and masks that a chip's kernels trace amount to the reference mask, bit by bit."""
-    assert len(told["rule"]) == len(FEW_RULES)
-    assert all(line["scores"] > 0 for line in told["rule"])
+    lines = reports("sm_90a", rule=FEW_RULES)["rule"]
+    assert len(lines) == len(FEW_RULES)
+    assert all(line["scores"] > 0 for line in lines)
 
 
 @pytest.mark.slow

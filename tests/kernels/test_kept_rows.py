@@ -109,7 +109,7 @@ def test_part_of_the_vocabulary(impl, vocab, first, seed):
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("by_mass", [False, True], ids=["count", "mass"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     rows=st.integers(1, 4),
     vocab=st.integers(5, 2000),
@@ -142,7 +142,7 @@ def test_weights_above_pivots(impl, by_mass, rows, vocab, adjusted, seed):
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     vocab=st.integers(1, 1500),
     scale=st.sampled_from([0.0, 1e-30, 1e-3, 1.0, 200.0]),
@@ -169,7 +169,7 @@ def test_thresholds_are_exact(impl, vocab, scale, seed):
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     rows=st.integers(1, 4),
     vocab=st.integers(8, 10_000),

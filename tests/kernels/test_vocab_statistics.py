@@ -210,7 +210,7 @@ def without_skipping():
     )
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     vocab=st.integers(1, 6000),
     tile=st.sampled_from([1024, 2048, 4096]),

@@ -94,14 +94,9 @@ def recorded_launches(logits):
     return zip(names, launches, strict=True)
 
 
-# Forty kernels each; the attention kernels compile for the others too (``test_ahead_of_time.py``).
-OFTEN = ("sm_90",)
-
-
-@pytest.mark.parametrize(
-    "chip",
-    [pytest.param(chip, marks=() if chip in OFTEN else pytest.mark.slow) for chip in SHARED_MEMORY],
-)
+# Forty kernels for each; the attention kernels compile more often (``test_ahead_of_time.py``).
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", SHARED_MEMORY)
 def test_vocab_statistics_ahead_of_time(chip):
     lines = run_uninterpreted(__file__, chip)
     assert len(lines) == sum(len(kernels_of(row_logits(*case))) for case in LOGITS)

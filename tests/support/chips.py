@@ -4,8 +4,8 @@ import pytest
 
 from tests.support.triton_compile import SHARED_MEMORY
 
-# What people serve on, and the chip of least shared memory; the others are slow tests.
-_OFTEN = ("sm_90", "sm_120")
+# What people serve on; the others are slow tests.
+_OFTEN = ("sm_90",)
 
 CHIPS = [
     pytest.param(chip, marks=() if chip in _OFTEN else pytest.mark.slow) for chip in SHARED_MEMORY

@@ -15,6 +15,7 @@ CHECKS = Path(__file__).with_name("check_cpu_kernels.py")
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_against_the_triton_kernels():
     """Run in a fresh process, where our CPU platform has turned the interpreter on."""
     result = subprocess.run(

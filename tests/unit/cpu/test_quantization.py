@@ -59,7 +59,7 @@ def test_static_fp8(shape, magnitude, seed):
 
 
 @given(shapes, magnitudes, st.integers(0, 10**6))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_nvfp4(shape, magnitude, seed):
     """compressed-tensors' quantise-dequantise with the same global scale."""
     x = random_rows(shape, magnitude, seed)

@@ -146,7 +146,7 @@ def stubborn(seed: int, operations: float) -> Script:
     return script
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(
     st.lists(
         st.tuples(

@@ -193,7 +193,7 @@ def _by_definition(
 _SIXTEENTHS = st.integers(0, 48).map(lambda n: n / 16)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(st.data(), st.sampled_from([None, 3]), st.booleans())
 def test_orders_of_one_batch(data, sub_block_length, spreads_masks):
     """Each request reveals what its own strategy and budget say, in any company."""

@@ -137,9 +137,11 @@ def cost_to_best(
     return mean(None) / min(mean(level) for level in (0, *LEVELS))
 
 
-def loads(always: Iterable[tuple[Machine, int, int]], slow: tuple[Machine, int, int]) -> Any:
+def loads(
+    always: Iterable[tuple[Machine, int, int]], slow: Iterable[tuple[Machine, int, int]]
+) -> Any:
     """Requests at a time and tokens of their prompts, by machine."""
-    marked = [*((load, ()) for load in always), (slow, pytest.mark.slow)]
+    marked = [*((load, ()) for load in always), *((load, pytest.mark.slow) for load in slow)]
     return pytest.mark.parametrize(
         ("machine", "num_reqs", "prompt"),
         [
@@ -150,7 +152,7 @@ def loads(always: Iterable[tuple[Machine, int, int]], slow: tuple[Machine, int, 
 
 
 # A long context matters most where it makes the draft dear.
-@loads(((GPU, 1, 100), (CPU, 1, 100), (LONG, 1, 100), (LONG, 1, 60_000)), slow=(GPU, 8, 500))
+@loads(((GPU, 1, 100), (LONG, 1, 60_000)), slow=((CPU, 1, 100), (LONG, 1, 100), (GPU, 8, 500)))
 @pytest.mark.parametrize(
     "phases",
     [ALTERNATING, [(KNOWN, 1500)], [(UNKNOWN, 1500)], [(HALF, 1500)]],
@@ -176,7 +178,7 @@ REQUESTS = {
 
 
 # What waits for its memory, and what was measured.
-@loads(((GPU, 1, 100), (TINY, 1, 100)), slow=(TINY, 8, 100))
+@loads([(TINY, 1, 100)], slow=((GPU, 1, 100), (TINY, 8, 100)))
 @pytest.mark.parametrize("requests", REQUESTS)
 def test_cost_of_requests(machine: Machine, num_reqs: int, prompt: int, requests: str) -> None:
     """The same bound where what changes is who asks, and answers are short."""
@@ -198,7 +200,7 @@ def test_no_fixed_level_is_as_cheap(
     assert cost_to_best(machine, texts, 1, prompt) < bound
 
 
-@pytest.mark.parametrize("rate", [UNKNOWN, 0.33])
+@pytest.mark.parametrize("rate", [UNKNOWN, pytest.param(0.33, marks=pytest.mark.slow)])
 def test_busy_machine(rate: float) -> None:
     """Steps that took long for another reason do not have drafts taken to pay where they do not."""
     # The tiny pair's, nearly, on two cores.

@@ -209,14 +209,14 @@ def test_bad_config(target, changes: dict, said: str) -> None:
 def test_spec_generate_greedy(target, steps: int, schedule: str, order: str) -> None:
     """Greedily the tokens are those of transformers' own loop, whatever the draft proposes."""
     draft = make_draft(target)
-    for length in (1, 9, 40):
+    for length in (1, 20):
         prompt = prompt_of(length, length)
         found = spec_generate(
-            target, draft, prompt, 30, steps=steps, schedule=schedule, order=order
+            target, draft, prompt, 20, steps=steps, schedule=schedule, order=order
         )
-        assert found.tokens == greedy_tokens(target, prompt[0].tolist(), 30)
+        assert found.tokens == greedy_tokens(target, prompt[0].tolist(), 20)
         said = sum(found.accepted) + len(found.accepted)
-        assert said >= 29
+        assert said >= 19
         assert found.tokens_per_verification == pytest.approx(said / len(found.accepted))
 
 
@@ -225,7 +225,7 @@ def test_spec_generate_stops(target) -> None:
     prompt = prompt_of(12)
     draft = make_draft(target)
     whole = spec_generate(target, draft, prompt, 40).tokens
-    for stop in set(whole):
+    for stop in set(whole[::4]):
         found = spec_generate(target, draft, prompt, 40, stop_token_ids=[stop])
         assert found.tokens == whole[: whole.index(stop) + 1]
 

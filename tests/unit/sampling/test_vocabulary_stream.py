@@ -121,7 +121,7 @@ def test_rows_in_float32_change_nothing(monkeypatch):
     assert_same(case.run(), whole)
 
 
-@pytest.mark.parametrize("extras", ["plain", "everything"])
+@pytest.mark.parametrize("extras", ["plain", pytest.param("everything", marks=pytest.mark.slow)])
 def test_peak_memory(monkeypatch, extras):
     """At most a byte for each logit, also where an eighth of the rows at a time is projected again."""
     monkeypatch.setattr(logprobs, "FLOAT32_BYTES", 0)

@@ -47,12 +47,13 @@ def implementation(request, monkeypatch):
 def test_a_token_counts_itself(implementation):
     """The rank of the likeliest is 1 and its score is that of the first column, capped or not."""
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(64, 100, generator=generator) * 20
+    rows = 16
+    logits = torch.randn(rows, 100, generator=generator) * 20
     head = output_head(torch.eye(100), 30.0)
-    temperature = torch.rand(64, generator=generator) + 0.5
-    likeliest = sample_rows(head, logits, row_draws(64), None, 0).argmax
+    temperature = torch.rand(rows, generator=generator) + 0.5
+    likeliest = sample_rows(head, logits, row_draws(rows), None, 0).argmax
     logprobs = row_logprobs(
-        logits_of(head, logits), temperature, likeliest, top_logprobs(1, 64), head
+        logits_of(head, logits), temperature, likeliest, top_logprobs(1, rows), head
     )
     assert (logprobs.selected_token_ranks == 1).all()
     assert torch.equal(logprobs.logprobs[:, 0], logprobs.logprobs[:, 1])
@@ -87,7 +88,7 @@ def test_logprobs_are_those_of_vllm(implementation, max_examples):
 
 def test_min_p_of_one_draws_the_argmax(implementation):
     """The likeliest token is at the threshold itself, whatever computed the statistics."""
-    rows, vocab = 60, 64
+    rows, vocab = 16, 64
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * 9
     head = output_head(torch.eye(vocab), 30.0)
     draws = row_draws(rows)._replace(temperature=torch.full((rows,), 0.7))
@@ -102,7 +103,10 @@ def test_min_p_of_one_draws_the_argmax(implementation):
 FILTERS = [(), ("top_k",), ("top_p",), ("min_p",), ("top_k", "top_p", "min_p")]
 # The kernels take seconds under the interpreter.
 DRAWN = [("reference", borders, used) for borders in ([], [12, 60]) for used in FILTERS]
-DRAWN += [("triton", [], ()), ("triton", [], ("top_p",))]
+DRAWN += [
+    ("triton", [], ()),
+    pytest.param("triton", [], ("top_p",), marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(

@@ -86,10 +86,19 @@ def test_index_of_no_files(content: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        ["pytorch_model.bin", "training_args.bin"],
-        ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "optimizer.pt"],
-        ["model.pt"],
         ["part 1.pth", "part 2.pth"],
+        *(
+            pytest.param(names, marks=pytest.mark.slow)
+            for names in (
+                ["pytorch_model.bin", "training_args.bin"],
+                [
+                    "pytorch_model-00001-of-00002.bin",
+                    "pytorch_model-00002-of-00002.bin",
+                    "optimizer.pt",
+                ],
+                ["model.pt"],
+            )
+        ),
     ],
     ids=str,
 )

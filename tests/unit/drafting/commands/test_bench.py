@@ -55,6 +55,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> Bench:
     return run
 
 
+@pytest.mark.slow
 def test_bench_drafts(bench: Bench, tmp_path: Path) -> None:
     """Figures of the servers' counters, and reasons where there are none; nobody else is harmed."""
     options = ("--data", "data.jsonl", "--rounds", "2", "--concurrency", "1", "3")
