@@ -28,6 +28,7 @@ def engine(tmp_path_factory):
         yield engine
 
 
+@pytest.mark.slow
 def test_replayed_steps_change_no_token(engine):
     """Whole and narrow canvases, settings of all kinds beside plain requests, batches that shrink."""
     from vllm.sampling_params import StructuredOutputsParams

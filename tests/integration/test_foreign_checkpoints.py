@@ -108,6 +108,7 @@ def test_adapter_beside_the_weights(
     assert answers(folder) == expected
 
 
+@pytest.mark.slow
 def test_pickled_weights(tmp_path: Path) -> None:
     """They are refused, and after the printed command the checkpoint is configured."""
     folder = copy_checkpoint(tmp_path)

@@ -185,7 +185,7 @@ class Subject:
 
 def _parameters() -> Iterator[Any]:
     # By default layers with a window keep the end of a prompt only.
-    yield pytest.param(("gemma", {}), id="synchronous")
+    yield pytest.param(("gemma", {}), id="synchronous", marks=pytest.mark.slow)
     keeps = {"async_scheduling": True, "prefix_cache_retention_interval": None}
     yield pytest.param(("gemma", keeps), id="asynchronous")
     for family in LAYOUTS:

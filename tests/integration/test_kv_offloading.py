@@ -52,7 +52,14 @@ def turn(engine: TracedEngine, prompt: list[int], num_tokens: int) -> Any:
     return output
 
 
-@pytest.mark.parametrize(("length", "num_tokens"), [(21, 70), (32, 64), (90, 96), (33, 31)])
+@pytest.mark.parametrize(
+    ("length", "num_tokens"),
+    [
+        (21, 70),
+        (33, 31),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((32, 64), (90, 96))),
+    ],
+)
 def test_next_turn(length: int, num_tokens: int, engine: TracedEngine) -> None:
     """The same tokens from what was stored as from a cache that is empty."""
     scheduler = engine.scheduler

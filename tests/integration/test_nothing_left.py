@@ -122,7 +122,7 @@ def run_batch(engine: TracedEngine, rng: random.Random, num_requests: int) -> No
     core.step()
 
 
-@pytest.mark.parametrize("num_requests", [40, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_requests", [10, pytest.param(500, marks=pytest.mark.slow)])
 def test_requests_leave_nothing(engine: TracedEngine, num_requests: int) -> None:
     """As many, a fifth of them aborted, leave the engine as the first twenty left it."""
     rng = random.Random(0)

@@ -195,6 +195,7 @@ def test_narrow_screen(new_page: Callable[..., Page]) -> None:
         assert page.evaluate("document.scrollingElement.scrollWidth") <= 400
 
 
+@pytest.mark.slow
 def test_cold_server(stub: Stub, new_page: Callable[..., Page]) -> None:
     """Before the first step there is an empty canvas, and the seconds run."""
     page = new_page(stub.url)
@@ -215,7 +216,11 @@ def test_cold_server(stub: Stub, new_page: Callable[..., Page]) -> None:
     assert counter(page.locator(".panel"), "Seconds") == ended
 
 
-@pytest.mark.parametrize(("width", "height"), [(1280, 900), (400, 800)], ids=["desk", "phone"])
+@pytest.mark.parametrize(
+    ("width", "height"),
+    [(1280, 900), pytest.param(400, 800, marks=pytest.mark.slow)],
+    ids=["desk", "phone"],
+)
 def test_canvas_in_view(width: int, height: int, stub: Stub, new_page: Callable[..., Page]) -> None:
     """The canvas of an answer that begins is beside or above the chat, and on the screen."""
     page = new_page(stub.url, viewport={"width": width, "height": height})
@@ -328,6 +333,7 @@ def test_empty_answers(stub: Stub, new_page: Callable[..., Page]) -> None:
     expect(page.get_by_role("log").locator("p").last).to_contain_text("what they are told.")
 
 
+@pytest.mark.slow
 def test_settings_that_differ(stub: Stub, new_page: Callable[..., Page]) -> None:
     """One heading names the settings; what A and B set differently is marked, also above their canvases."""
     page = new_page(stub.url)
@@ -359,7 +365,7 @@ def test_settings_that_differ(stub: Stub, new_page: Callable[..., Page]) -> None
     expect(marks).to_have_count(0)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_contrast(scheme: str, stub: Stub, new_page: Callable[..., Page]) -> None:
     """Text can be read on every colour, in both schemes: 4.5 to 1, as WCAG 2.2 asks."""
     page = new_page(stub.url, color_scheme=scheme, reduced_motion="reduce")

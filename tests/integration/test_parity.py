@@ -51,7 +51,7 @@ SETTINGS = {
 def engine(checkpoint, request):
     """With either implementation of the attention kernel.
 
-    Triton's interpreter takes seconds a pass: of its tests, CI runs the sample below.
+    Triton's interpreter takes seconds a pass.
     """
     with TracedEngine(
         checkpoint, additional_config={"diffusion": SETTINGS[request.param]}
@@ -114,8 +114,8 @@ def test_prefix_cache_hit(engine, oracle):
 @pytest.mark.usefixtures("small_token_budget")
 def test_batch_of_prefill_denoise_and_encode(engine, oracle):
     """Requests at all stages in one pass: each reads as it does alone."""
-    prompts = [prompt_of(n, seed=9) for n in (5, 60, 130, 250, 33, 90)]
-    seeds = list(range(20, 26))
+    prompts = [prompt_of(n, seed=9) for n in (5, 60, 130, 250)]
+    seeds = list(range(20, 24))
     with engine.recording() as steps:
         engine.generate(prompts, seeds=seeds, max_tokens=2 * CANVAS, ignore_eos=True)
     of_prompt = {}
@@ -132,7 +132,7 @@ def test_batch_of_prefill_denoise_and_encode(engine, oracle):
 
 @pytest.mark.parametrize(
     "numbers",
-    [range(0, 20, 3), pytest.param(range(20), marks=pytest.mark.slow)],
+    [range(0, 20, 5), pytest.param(range(20), marks=pytest.mark.slow)],
     ids=lambda numbers: f"{len(numbers)} prompts",
 )
 def test_tokens_of_many_prompts(engine, oracle, numbers):
@@ -145,6 +145,7 @@ def test_tokens_of_many_prompts(engine, oracle, numbers):
         assert list(output.token_ids) == expected.tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["triton"], indirect=True)
 @pytest.mark.usefixtures("small_token_budget")
 def test_with_the_triton_kernel(engine, oracle):
@@ -175,7 +176,7 @@ def test_trained_checkpoint(tmp_path):
         "Reverse the word: stone",
         "Count from 1 to 30.",
         "Write in upper case: hello there",
-    ] * 4
+    ] * 2
     oracle = Oracle(SHIPPED)
     with TracedEngine(SHIPPED) as engine:
         prompts = [

@@ -33,7 +33,7 @@ NUM_LAYERS = 4
 NUM_PROMPTS = 6
 SCHEMES = [
     "fp8-dynamic",
-    "nvfp4",
+    pytest.param("nvfp4", marks=pytest.mark.slow),
     pytest.param("fp8-static", marks=pytest.mark.slow),
     pytest.param("nvfp4-weights", marks=pytest.mark.slow),
 ]

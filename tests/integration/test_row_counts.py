@@ -39,6 +39,9 @@ def prompts(engine):
     return load(engine.llm.get_tokenizer())[:NUM_REQUESTS]
 
 
+@pytest.mark.parametrize(
+    "order", [pytest.param("fused", marks=pytest.mark.slow), "asynchronous"], indirect=True
+)
 def test_rows_of_a_load(engine, counter, prompts, order):
     """A token takes no more rows than it did, whoever shares its passes; its canvases are the same."""
     requests = [(prompt, params(order, seed)) for seed, prompt in enumerate(prompts)]

@@ -30,7 +30,12 @@ def engine(checkpoint, order):
         yield engine
 
 
-@pytest.mark.parametrize("num_canvases", [1, 3, 5])
+asynchronous_often = pytest.mark.parametrize(
+    "order", [pytest.param("fused", marks=pytest.mark.slow), "asynchronous"], indirect=True
+)
+
+
+@pytest.mark.parametrize("num_canvases", [1, 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_passes_to_the_unit(engine, order, num_canvases):
     """Denoising steps, and what the order adds to them."""
     prompt = prompt_of(CANVAS, seed=num_canvases)
@@ -136,6 +141,7 @@ def test_a_batch_takes_no_more_passes_than_its_longest_request(engine, order):
     assert max(passes) <= max(per_request.values()) + 2
 
 
+@asynchronous_often
 def test_tokens_under_preemption(engine, oracle):
     """The cache holds not all of them: whoever is preempted goes on as if nothing had been."""
     prompts = [prompt_of(20 + 5 * i, seed=7) for i in range(4)]
@@ -182,6 +188,7 @@ def test_up_to_the_model_length(engine, oracle, order):
     assert list(output.token_ids[: 2 * CANVAS]) == expected.tokens
 
 
+@asynchronous_often
 def test_dummy_batches_change_nothing(engine, monkeypatch):
     """An engine of several that share experts runs them while others have work, between any passes."""
     prompts = [prompt_of(8 + i, seed=i) for i in range(3)]

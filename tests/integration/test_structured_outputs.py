@@ -26,7 +26,7 @@ CANVAS = 32
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
-@pytest.fixture(scope="module", params=["random", "trained"])
+@pytest.fixture(scope="module", params=[pytest.param("random", marks=pytest.mark.slow), "trained"])
 def engine(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
     checkpoint = random_checkpoint(folder) if request.param == "random" else SHIPPED

@@ -397,7 +397,11 @@ class LikeVllms(WeightTransferEngine[Nothing, Sent]):
 
 
 @pytest.mark.parametrize("one_by_one", [True, False], ids=["nccl", "ipc"])
-@pytest.mark.parametrize("checkpoint", [SDAR, SHIPPED], ids=["sdar", "diffusion_gemma"])
+@pytest.mark.parametrize(
+    "checkpoint",
+    [SDAR, pytest.param(SHIPPED, marks=pytest.mark.slow)],
+    ids=["sdar", "diffusion_gemma"],
+)
 def test_transfers(checkpoint: Path, one_by_one: bool, tmp_path: Path) -> None:
     """What vLLM's transfers bring is served; what is not finite is refused when all has come."""
     good = changed_weights(checkpoint, 4)

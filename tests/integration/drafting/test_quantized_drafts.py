@@ -91,6 +91,7 @@ def test_names_of_other_methods() -> None:
     assert fp8.ignored_layers == ["model.fc", *parts, "lm_head"]
 
 
+@pytest.mark.slow
 def test_accepted(tmp_path: Path) -> None:
     """A draft in FP8 without its ``fc`` keeps as many tokens as the one that it was made of, nearly."""
     folder = tmp_path / "draft"

@@ -194,7 +194,14 @@ def test_an_sdar_of_other_blocks(tmp_path: Path) -> None:
     assert config.model_config.diffusion.spec.length == 6
 
 
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        # One for each way in which canvases lie.
+        pytest.param(name, marks=() if name in ("sdar", "nemotron", "llada") else pytest.mark.slow)
+        for name in CASES
+    ],
+)
 def test_tensors(family: str, tmp_path: Path) -> None:
     """Missing and misshapen ones are named; one of a part that is not served is left out."""
     CASES[family].make().save(tmp_path)

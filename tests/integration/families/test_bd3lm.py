@@ -13,7 +13,11 @@ from tests.support.families.model import prompt_of
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize("is_asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize(
+    "is_asynchronous",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["synchronous", "asynchronous"],
+)
 def test_shared_prefixes(tmp_path: Path, is_asynchronous: bool) -> None:
     """Only with an equal remainder, and no further than the last block that is whole in both."""
     case = CASES["a2d"]

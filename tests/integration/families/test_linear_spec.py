@@ -208,7 +208,7 @@ def test_tokens(engine: TracedEngine, model: Nemotron) -> None:
 def test_accepted_counts(engine: TracedEngine, model: Nemotron) -> None:
     """Each draft is kept as far as the loop keeps its own, with the LoRA in the draft and nowhere else."""
     differs = 0
-    for seed, temperature in ((1, 0.0), (3, 0.0), (4, 0.8), (6, 0.8)):
+    for seed, temperature in ((3, 0.0), (6, 0.8)):
         prompt, wanted = prompt_of(20, seed=seed), params(temperature=temperature, seed=seed)
         loop = drafting(model, prompt, wanted)
         # Which the loop would draft anew where it is a block's first token.
@@ -226,6 +226,7 @@ def test_accepted_counts(engine: TracedEngine, model: Nemotron) -> None:
     assert differs
 
 
+@pytest.mark.slow
 @drafts
 def test_reload(engine: TracedEngine, model: Nemotron) -> None:
     """The adapter acts on drafts as before once weights were loaded anew."""

@@ -25,8 +25,6 @@ from vllm_diffusion.metrics import request_metrics
 pytestmark = pytest.mark.engine
 
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8}
-# What runs under memory pressure and on two ranks: one for each way in which canvases lie.
-TIGHT = ("sdar", "llada2.1", "nemotron", "fast-dllm")
 
 
 @functools.cache
@@ -111,11 +109,10 @@ def in_both_orders(names: Iterable[str], often: Collection[tuple[str, str]]) -> 
     ]
 
 
-# One family for each way in which canvases lie and are decided, an aligned one in asynchronous order.
-OFTEN = [(name, "synchronous") for name in TIGHT if name != "sdar"]
-OFTEN += [("llada", "synchronous"), ("sdar", "asynchronous")]
-# Of these one aligned and one seeded.
-TWO = [("sdar", "asynchronous"), ("nemotron", "synchronous")]
+# A seeded family, one that holds whole sequences, and an aligned one in asynchronous order.
+OFTEN = [("nemotron", "synchronous"), ("llada", "synchronous"), ("sdar", "asynchronous")]
+# One family for each way in which canvases lie and are decided.
+EVERY_WAY = [*OFTEN, ("llada2.1", "synchronous"), ("fast-dllm", "synchronous")]
 
 
 @pytest.fixture(scope="module", params=in_both_orders(CASES, OFTEN))
@@ -129,6 +126,7 @@ def family(
     served.engine.close()
 
 
+@pytest.mark.parametrize("family", in_both_orders(CASES, EVERY_WAY), indirect=True)
 def test_prompts_of_every_length(family: Family) -> None:
     """Within the first block, at its border, beyond it, many blocks: all in one batch."""
     B = family.block_length
@@ -137,7 +135,7 @@ def test_prompts_of_every_length(family: Family) -> None:
     family.check(prompts, [Wanted(max_tokens=2 * B + 3)] * len(prompts))
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.1, 0.95])
+@pytest.mark.parametrize("threshold", [0.0, 0.1, pytest.param(0.95, marks=pytest.mark.slow)])
 def test_thresholds(family: Family, threshold: float) -> None:
     """That reveal all at once, a few, and one a step."""
     prompts = [prompt_of(length, seed=length) for length in (5, 33, 70)]
@@ -168,7 +166,7 @@ def test_entropy_budgets(family: Family) -> None:
     family.check([prompt_of(33 + i, seed=i) for i in range(len(wanted))], wanted)
 
 
-@pytest.mark.parametrize("family", in_both_orders(CASES, TWO), indirect=True)
+@pytest.mark.parametrize("family", in_both_orders(CASES, [("sdar", "asynchronous")]), indirect=True)
 def test_strategies_of_one_batch(family: Family) -> None:
     """Equal prompts that differ in how masks are revealed get in one batch what each gets alone."""
     wanted = [Wanted(2 * family.block_length, strategy=s) for s in STRATEGIES]
@@ -275,8 +273,13 @@ def test_temperature_and_filters(family: Family) -> None:
     family.check(prompts, wanted)
 
 
-@pytest.mark.parametrize("family", in_both_orders(("llada2.1", "llada2.2"), OFTEN), indirect=True)
-@pytest.mark.parametrize("max_post_steps", [0, 2, 16])
+@pytest.mark.parametrize(
+    "family", in_both_orders(("llada2.1", "llada2.2"), EVERY_WAY), indirect=True
+)
+@pytest.mark.parametrize(
+    "max_post_steps",
+    [*(pytest.param(steps, marks=pytest.mark.slow) for steps in (0, 16)), 2],
+)
 def test_editing(family: Family, max_post_steps: int) -> None:
     """Revealed tokens are rewritten, with a threshold of 0 whatever differs."""
     wanted = [
@@ -381,7 +384,7 @@ def test_logprobs_of_given_tokens(field: dict[str, Any], family: Family) -> None
     scope="module",
     params=in_both_orders(
         ("sdar", "nemotron", "llada2.1", "llada2.2", "fast-dllm"),
-        [("sdar", "asynchronous"), ("nemotron", "synchronous")],
+        [("sdar", "asynchronous")],
     ),
 )
 def tight(

@@ -72,7 +72,7 @@ def way(settings: dict[str, Any], **options: Any) -> dict[str, Any]:
 
 WAYS = [
     way(AUTOREGRESSIVE),
-    way(DRAFTS),
+    pytest.param(way(DRAFTS), marks=pytest.mark.slow),
     pytest.param(
         way(DRAFTS | {"draft_length": 8, "draft_steps": 2}, async_scheduling=True),
         marks=pytest.mark.slow,
@@ -83,7 +83,7 @@ WAYS = [
     ),
     pytest.param(way(AUTOREGRESSIVE, async_scheduling=True), marks=pytest.mark.slow),
 ]
-drafts = pytest.mark.parametrize("engine", WAYS[1:2], indirect=True, ids=["drafts"])
+drafts = pytest.mark.parametrize("engine", [way(DRAFTS)], indirect=True, ids=["drafts"])
 
 
 @pytest.fixture(scope="module", params=WAYS, ids=["causal", "drafts", "steps", "long", "async"])

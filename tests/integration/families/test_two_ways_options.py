@@ -82,6 +82,7 @@ def greedy(model: Any, prompt: list[int], max_tokens: int, **inputs: Any) -> lis
     return ids[len(prompt) :].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_pictures(tmp_path: Path, rule: str) -> None:
     """A picture larger than the window attends to itself in both directions, in every layer."""

@@ -45,7 +45,7 @@ def test_dreams_length(tmp_path: Path, given: int | None, length: int) -> None:
 @pytest.mark.parametrize(
     ("family", "is_asynchronous"),
     [
-        ("llada", False),
+        pytest.param("llada", False, marks=pytest.mark.slow),
         pytest.param("llada", True, marks=pytest.mark.slow),
         pytest.param("illada", False, marks=pytest.mark.slow),
         ("illada", True),
@@ -131,13 +131,13 @@ def test_end_tokens_that_are_held_back(tmp_path: Path) -> None:
         assert plain != last
 
 
-def test_the_end_of_a_thought(tmp_path: Path) -> None:
+@pytest.mark.parametrize("heat", [0.0, pytest.param(0.8, marks=pytest.mark.slow)])
+def test_the_end_of_a_thought(tmp_path: Path, heat: float) -> None:
     """iLLaDA's boost: the loop's tokens, with and without it in one batch."""
     case, made = CASES["illada"], CASES["illada"].make()
     boosts = [(0.0, 2.0), (30.0, 0.5), (30.0, 3.0), (12.0, 1.0)]
     asked = [
         (Wanted(max_tokens=64, strategy="static", temperature=heat, seed=i), *boost)
-        for heat in (0.0, 0.8)
         for i, boost in enumerate(boosts)
     ]
     prompts = [prompt_of(20 + i, seed=i) for i in range(len(asked))]
