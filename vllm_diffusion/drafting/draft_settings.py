@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_diffusion.drafting.recording import Ring
 from vllm_diffusion.drafting.reveal_block import CONFIDENCE, ORDERS, SCHEDULES, unmask_counts
+from vllm_diffusion.startup.additional_config import check_choices, section_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -94,12 +95,9 @@ class DraftSettings:
                 'set "draft_sample_method": "probabilistic" in --speculative-config to propose sampled '
                 "tokens of the last pass."
             )
-        choices = {"schedule": tuple(SCHEDULES), "order": ORDERS, "reveals": ("likeliest",)}
-        for name, known in choices.items():
-            value = getattr(self, name)
-            if value not in known:
-                names = " or ".join(f'"{choice}"' for choice in known)
-                raise ValueError(f"{name}={value!r} is not known; set it to {names}.")
+        check_choices(
+            self, {"schedule": tuple(SCHEDULES), "order": ORDERS, "reveals": ("likeliest",)}
+        )
 
     def unmask_counts(self, num_positions: int) -> tuple[int, ...]:
         """Return the number of positions that each pass over ``num_positions`` masks reveals.
@@ -119,10 +117,7 @@ def draft_settings(vllm_config: VllmConfig) -> DraftSettings:
     Raises:
         ValueError: Naming the setting, what it got and what is allowed.
     """
-    additional = vllm_config.additional_config
-    section = additional.get("drafting", {}) if isinstance(additional, Mapping) else {}
-    if not isinstance(section, Mapping):
-        raise ValueError(f"{OPTION}: drafting must be a mapping; got {section!r}.")
+    section = section_of(vllm_config.additional_config, "drafting", OPTION)
     known = [each.name for each in fields(DraftSettings)]
     if unknown := sorted(set(section) - set(known)):
         raise ValueError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from vllm_diffusion.decoding.rule import MAX_STEPS
+from vllm_diffusion.startup.additional_config import check_choices, section_of
 from vllm_diffusion.startup.kernel_choices import KernelChoices
 
 OPTION = "--additional-config '{\"diffusion\": {...}}'"
@@ -58,11 +59,7 @@ class PluginSettings:
             "attention": get_args(Impl),
             "self_check": ("auto", "always", "off"),
         }
-        for name, known in choices.items():
-            value = getattr(self, name)
-            if value not in known:
-                names = " or ".join(f'"{choice}"' for choice in known if choice is not None)
-                raise ValueError(f"{name}={value!r} is not known; set it to {names}.")
+        check_choices(self, choices)
         if not isinstance(self.converge_at_end, bool):
             raise ValueError(f"converge_at_end={self.converge_at_end!r} must be true or false.")
 
@@ -93,9 +90,7 @@ def plugin_settings(additional: object) -> PluginSettings:
     Raises:
         ValueError: Naming the setting, what it got and what is allowed.
     """
-    section = additional.get("diffusion", {}) if isinstance(additional, Mapping) else {}
-    if not isinstance(section, Mapping):
-        raise ValueError(f"{OPTION}: diffusion must be a mapping; got {section!r}.")
+    section = section_of(additional, "diffusion", OPTION)
     for name in section:
         if name in _GONE:
             raise ValueError(f"{OPTION}: {name} is gone: {_GONE[name]}. Leave it out.")
