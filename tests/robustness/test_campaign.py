@@ -8,7 +8,7 @@ from tests.robustness.campaign import Tally, describe, run_round
 from tests.support.server import Server
 
 SEED = 20
-NUM_REQUESTS = 100
+NUM_REQUESTS = 150
 
 
 @pytest.mark.engine
