@@ -33,7 +33,7 @@ until (exec 3<>/dev/tcp/127.0.0.1/8000) 2>/dev/null; do kill -0 $!; sleep 0.5; d
 # Words of commands that other tests run, in a form that a test has time or a machine for.
 ELSEWHERE = {
     "chat": "test_commands_of_pages, and tests/unit/test_chat.py",
-    "serve-page": "tests/end_to_end/test_open_paths.py",
+    "serve-page": "tests/integration/test_page_server.py, and tests/unit/test_cli_serve_page.py",
     "bench-ways": "tests/end_to_end/test_bench_ways.py",
     "bench-drafts": "tests/end_to_end/test_bench_drafts.py",
     "calibrate": "tests/end_to_end/test_calibration.py and test_online_calibration.py",
@@ -76,7 +76,7 @@ def servers() -> Iterator[str]:
         yield from ["\n".join(commands)] if "-address" in "".join(commands) else commands
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def port_of_pages() -> None:
     with socket.socket() as taken:
         if not taken.connect_ex(("127.0.0.1", 8000)):
@@ -91,6 +91,7 @@ def users_environment() -> dict[str, str]:
     return environment
 
 
+@pytest.mark.usefixtures("port_of_pages")
 @pytest.mark.parametrize("commands", list(servers()), ids=str)
 def test_server(commands: str) -> None:
     """Every server of the pages answers, on each port that its commands name, and ends when it is told to."""
@@ -149,6 +150,7 @@ def test_own_command(command: str) -> None:
     assert ended.stdout
 
 
+@pytest.mark.usefixtures("port_of_pages")
 def test_commands_of_pages() -> None:
     """The server starts, and the clients that the pages name get right answers from it."""
     chat = block("docs/use/live-canvas.md", "vllm-diffusion chat").splitlines()[1]
