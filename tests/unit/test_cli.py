@@ -14,14 +14,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.command_server import command
+from tests.support.fake_server import command
 from vllm_diffusion.cli import checkpoint, server
 from vllm_diffusion.cli.main import main
 
 
 @pytest.fixture(autouse=True)
 def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers log to a folder of the test."""
+    """Servers log, and note what they are asked, in a folder of the test."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(server.tempfile, "tempdir", str(tmp_path))
 
 
@@ -69,12 +70,12 @@ def test_checkpoint(
     ("behaviour", "arguments", "status", "said"),
     [
         ("good", (), 0, "4.0  (4 steps, 1 canvas)\n  tokens per pass           0.5  (3 tokens, 6"),
-        ("drafts", ("--draft",), 0, "6.5  (2 verifications, 11 of 14 proposals kept)"),
+        ("drafts", ("--draft",), 0, "4.5  (2 verifications, 7 of 8 proposals kept)"),
         ("drafts-otherwise", ("--draft",), 1, "answered otherwise"),
         ("empty", (), 1, "The answer is empty."),
         ("refuses", (), 1, "too long"),
         ("breaks-off", (), 1, "broke off in mid-answer"),
-        ("dies", (), 1, "ValueError: no such thing"),
+        ("dies", (), 1, "ValueError: behind it"),
         ("dies", (), 1, "stopped with exit status 3 before it was ready"),
     ],
 )

@@ -13,8 +13,8 @@ from unittest import mock
 import psutil
 import pytest
 
-from tests.support.command_server import command as fake_command
 from tests.support.commands import status_of
+from tests.support.fake_server import command as fake_command
 from vllm_diffusion.cli import checkpoint, serve_page, server
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.cli.server import free_port
@@ -119,7 +119,7 @@ def test_server_dies(tmp_path: Path, monkeypatch, capsys) -> None:
     port = str(free_port())
     monkeypatch.setattr(checkpoint, "ENDING_SIGNALS", ())
     monkeypatch.setattr(server.tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(serve_page, "VLLM_SERVE", [*fake_command("dies later")[:-1], port])
+    monkeypatch.setattr(serve_page, "VLLM_SERVE", fake_command("dies later", port))
     assert status_of("serve-page", "--port", port) == 1
     said = capsys.readouterr().err
     assert said.index("The page answers: ") < said.index("the last line\n")
