@@ -44,7 +44,7 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     from tests.publishers.llada import model_and_loop
-    from tests.support.families import model as tiny
+    from tests.support.families import makers as tiny
     from tests.support.families.model import MASK_ID, prompt_of
 
     toy = tiny.llada(**SIZES)

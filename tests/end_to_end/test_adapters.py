@@ -38,7 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Adapters, and some that are none for this model."""
     from transformers import DiffusionGemmaForBlockDiffusion
 
-    from tests.support.families.model import sdar
+    from tests.support.families.makers import sdar
 
     folder = tmp_path_factory.mktemp("adapters")
     for i, (name, targets) in enumerate({"one": f"{ENCODER}|{DECODER}", "two": DECODER}.items()):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.families import model as tiny
+from tests.support.families import makers as tiny
 from vllm_diffusion.runner.model_state import BlockDiffusionModelState
 
 pytestmark = pytest.mark.engine

@@ -11,7 +11,7 @@ import pytest
 
 from tests.publishers import checkout, modules_of, without_mask
 from tests.publishers.engine import answers
-from tests.support.families import model as tiny
+from tests.support.families import makers as tiny
 from tests.support.families.model import MASK_ID, prompt_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

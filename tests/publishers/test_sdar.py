@@ -17,7 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.publishers import checkout, default_rope, keys_and_values, modules_of, without_mask
 from tests.publishers.engine import answers
-from tests.support.families import model as tiny
+from tests.support.families import makers as tiny
 from tests.support.families.model import MASK_ID, VOCAB_SIZE, prompt_of
 from tests.support.families.run import cut
 

@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from tests.publishers import checkout, default_rope, modules_of, without_mask
 from tests.publishers.engine import answers
 from tests.publishers.llada import model_and_loop
-from tests.support.families import model as tiny
+from tests.support.families import makers as tiny
 from tests.support.families.model import MASK_ID, VOCAB_SIZE, prompt_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.families import model as tiny
+from tests.support.families import makers as tiny
 from tests.support.families.cases import CASES
 from tests.support.families.llada2_model import DELETE_ID, SPLIT_ID, llada2, llada2_2
 from tests.support.families.model import TinyModel

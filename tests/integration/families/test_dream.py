@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.engine import TracedEngine
 from tests.support.families import dream, run
-from tests.support.families import model as tiny
+from tests.support.families import makers as tiny
 from tests.support.families.model import MASK_ID, TinyModel, prompt_of
 from tests.support.families.run import Run
 

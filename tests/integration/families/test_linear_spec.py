@@ -22,8 +22,9 @@ from torch import Tensor
 from tests.support.engine import TracedEngine
 from tests.support.families import nemotron
 from tests.support.families import run as loops
-from tests.support.families.model import MASK_ID, Nemotron, prompt_of
-from tests.support.families.model import nemotron as tiny_nemotron
+from tests.support.families.makers import Nemotron
+from tests.support.families.makers import nemotron as tiny_nemotron
+from tests.support.families.model import MASK_ID, prompt_of
 from tests.support.families.run import Run
 from tests.support.frames import EVERY_FIELD, Watched
 from tests.support.generate import tokens_of_batch

@@ -20,10 +20,9 @@ from vllm.lora.request import LoRARequest
 
 from tests.support.adapters import adapt
 from tests.support.engine import StepRecord, TracedEngine
-from tests.support.families import model as tiny
 from tests.support.families.cases import CASES, Wanted
 from tests.support.families.llada2_model import separate_experts
-from tests.support.families.model import TinyModel, prompt_of
+from tests.support.families.model import MASK_ID, VOCAB_SIZE, TinyModel, prompt_of
 from tests.support.families.run import block_causal, causal_then_block
 from tests.support.quantized import example
 
@@ -172,7 +171,7 @@ FAMILIES = [
 HEADS = {"nemotron": "diffusion_head", "llada": "model.transformer.ff_out"}
 # Layers with experts.
 ROUTED = {"llada2.0": (1, 2), "llada-moe": (0, 2)}
-MASK_LESS = torch.arange(tiny.VOCAB_SIZE) != tiny.MASK_ID
+MASK_LESS = torch.arange(VOCAB_SIZE) != MASK_ID
 # A rounding of another kind may choose another expert, in a few rows. Where each row sees all others, one number of
 # one row that lies between two of FP8's changes them all: in PyTorch alone noise of 1e-6 does, by up to 0.29 of the
 # distance to exact ones.
@@ -205,7 +204,7 @@ def test_logits(name: str, scheme: str, tmp_path: Path) -> None:
     ours, canvas = step.logits[:, MASK_LESS], step.canvas.tolist()
     if name in WHOLE_SEQUENCES:
         # Recorded from the canvas's first token, which is the prompt's.
-        canvas = [tiny.MASK_ID] * len(canvas)
+        canvas = [MASK_ID] * len(canvas)
     exact = logits_behind(CASES[name].make(), name, prompt, canvas)
     distance = (ours - logits_behind(model, name, prompt, canvas)).abs().mean(dim=-1).median()
     assert distance < ALLOWED.get(name, 0.02) * (ours - exact).abs().mean()

@@ -20,7 +20,7 @@ from tests.support.families import (
     sdar,
     stable_diffcoder,
 )
-from tests.support.families import model as tiny
+from tests.support.families import makers as tiny
 from tests.support.families.llada2_model import DELETE_ID, SPLIT_ID
 from tests.support.families.llada2_model import llada2 as tiny_llada2
 from tests.support.families.llada2_model import llada2_2 as tiny_llada2_2

@@ -1,0 +1,441 @@
+"""Tiny models of each family, with the published architecture.
+
+Where ``transformers`` has the body (Qwen3, Qwen3-MoE, Qwen2, Llama, Ministral3) it is that, in eager
+attention under an explicit mask. LLaDA2's is in ``llada2_model``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from tests.support.families.model import END_IDS, Maker, TinyModel
+
+
+def _transformers(name: str) -> Callable[[dict[str, Any]], nn.Module]:
+    """Makes that class under its own configuration, which reads the published keys."""
+
+    def body(config: dict[str, Any]) -> nn.Module:
+        import transformers
+
+        own = ("architectures", "auto_map", "model_type", "attn_implementation")
+        settings = getattr(transformers, f"{name}Config")(
+            **{key: value for key, value in config.items() if key not in own}
+        )
+        settings._attn_implementation = "eager"
+        model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(settings)
+        return model
+
+    return body
+
+
+def _one_tensor_per_expert(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Take apart what ``transformers`` keeps as one tensor for all experts."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if name.endswith("experts.gate_up_proj"):
+            prefix = name.removesuffix("gate_up_proj")
+            for expert, both in enumerate(tensor):
+                gate, up = both.chunk(2)
+                tensors[f"{prefix}{expert}.gate_proj.weight"] = gate
+                tensors[f"{prefix}{expert}.up_proj.weight"] = up
+        elif name.endswith("experts.down_proj"):
+            prefix = name.removesuffix("down_proj")
+            for expert, down in enumerate(tensor):
+                tensors[f"{prefix}{expert}.down_proj.weight"] = down
+        else:
+            tensors[name] = tensor
+    return tensors
+
+
+def _encoder_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        re.sub("^lm_head", "diffusion_head", re.sub("^model", "encoder", name)): tensor
+        for name, tensor in state.items()
+    }
+
+
+# SDAR and TraDo: Qwen3, with an RMSNorm over each head of queries and keys. The heads together are wider
+# than the hidden size, as in SDAR-4B.
+sdar = Maker(
+    _transformers("Qwen3"),
+    4,
+    {
+        "architectures": ["SDARForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_sdar.SDARConfig",
+            "AutoModel": "modeling_sdar.SDARModel",
+            "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM",
+        },
+        "model_type": "sdar",
+        "head_dim": 32,
+        "attention_bias": False,
+        "rope_theta": 1000000,
+        "rope_scaling": None,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+    eos_token_id=list(END_IDS),
+)
+
+# SDAR-MoE: Qwen3-MoE, softmax routing with normalised weights.
+sdar_moe = replace(
+    sdar,
+    body=_transformers("Qwen3Moe"),
+    config=sdar.config
+    | {
+        "architectures": ["SDARMoeForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_sdar_moe.SDARMoeConfig",
+            "AutoModel": "modeling_sdar_moe.SDARMoeModel",
+            "AutoModelForCausalLM": "modeling_sdar_moe.SDARMoeForCausalLM",
+        },
+        "model_type": "sdar_moe",
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    published=_one_tensor_per_expert,
+)
+
+# DreamReasoner: Qwen3 by Dream's name; its ``head_dim`` is null, and the heads divide the hidden size.
+dream_reasoner = replace(
+    sdar,
+    body=lambda config: _transformers("Qwen3")(config | {"head_dim": 32}),
+    block_length=32,
+    config=sdar.config
+    | {
+        "architectures": ["DreamForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_dream.DreamConfig",
+            "AutoModel": "modeling_dream.DreamForCausalLM",
+            "AutoModelForCausalLM": "modeling_dream.DreamForCausalLM",
+        },
+        "model_type": "Dream",
+        "hidden_size": 128,
+        "head_dim": None,
+    },
+    eos_token_id=END_IDS[0],
+)
+
+# A2D: Qwen3, with one matrix for embedding and head as in Qwen3-0.6B.
+a2d = replace(
+    sdar,
+    block_length=32,
+    config=sdar.config
+    | {
+        "architectures": ["A2DQwen3LMHeadModel"],
+        "auto_map": {},
+        "model_type": "a2d-qwen3",
+    },
+)
+
+# Fast-dLLM v2: Qwen2.5, with biases on queries, keys and values; its heads divide the hidden size.
+fast_dllm = Maker(
+    _transformers("Qwen2"),
+    32,
+    {
+        "architectures": ["Fast_dLLM_QwenForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration.Fast_dLLM_QwenConfig",
+            "AutoModel": "modeling.Fast_dLLM_QwenModel",
+            "AutoModelForCausalLM": "modeling.Fast_dLLM_QwenForCausalLM",
+        },
+        "model_type": "Fast_dLLM_Qwen",
+        "hidden_size": 128,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+    block_length_key="bd_size",
+    eos_token_id=list(END_IDS),
+)
+
+# Stable-DiffCoder: Llama, no biases; its ``model_type`` is plain ``llama``.
+stable_diffcoder = Maker(
+    _transformers("Llama"),
+    4,
+    {
+        "architectures": ["StableDiffcoderForCausalLM"],
+        "auto_map": {
+            "AutoModelForCausalLM": "modeling_stable_diffcoder.StableDiffcoderForCausalLM"
+        },
+        "model_type": "llama",
+        "head_dim": 32,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": 2,
+        "rope_theta": 500000.0,
+        "rope_scaling": None,
+    },
+)
+
+
+class LLaDA(TinyModel):
+    """LLaDA: Llama, under names of its own."""
+
+    # Names of a Llama, to the published ones.
+    fields: ClassVar[dict[str, str]] = {
+        "hidden_size": "d_model",
+        "intermediate_size": "mlp_hidden_size",
+        "num_hidden_layers": "n_layers",
+        "num_attention_heads": "n_heads",
+        "num_key_value_heads": "n_kv_heads",
+        "max_position_embeddings": "max_sequence_length",
+        "hidden_act": "activation_type",
+        "tie_word_embeddings": "weight_tying",
+    }
+
+    def __init__(self, maker: Maker, config: dict[str, Any], block_length: int) -> None:
+        super().__init__(maker, config, block_length)
+        config = {self.fields.get(name, name): value for name, value in config.items()}
+        self.config = config | {"embedding_size": config["vocab_size"]}
+
+    @staticmethod
+    def published_name(name: str) -> str:
+        """The published name of a tensor or a module."""
+        at = "model.transformer."
+        names = {
+            "lm_head": f"{at}ff_out",
+            "model.embed_tokens": f"{at}wte",
+            "model.norm": f"{at}ln_f",
+            "model.layers": f"{at}blocks",
+            "self_attn.o_proj": "attn_out",
+            "self_attn.": "",
+            "mlp.down_proj": "ff_out",
+            "mlp.gate_proj": "ff_proj",
+            "mlp.": "",
+            "input_layernorm": "attn_norm",
+            "post_attention_layernorm": "ff_norm",
+        }
+        for own, published in names.items():
+            name = name.replace(own, published)
+        return name
+
+    @classmethod
+    def published(cls, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors by their published names."""
+        return {cls.published_name(name): tensor for name, tensor in state.items()}
+
+
+# iLLaDA: Llama, with one matrix for embedding and head.
+illada = Maker(
+    _transformers("Llama"),
+    16,
+    {
+        "architectures": ["ILLaDAForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_illada.ILLaDAConfig",
+            "AutoModelForCausalLM": "modeling_illada.ILLaDAForCausalLM",
+        },
+        "model_type": "illada",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rope_theta": 500000.0,
+        "rope_scaling": None,
+    },
+    block_length_key=None,
+)
+
+# Dream: Qwen2.5, with biases on queries, keys and values.
+dream = Maker(
+    _transformers("Qwen2"),
+    32,
+    {
+        "architectures": ["DreamModel"],
+        "auto_map": {
+            "AutoConfig": "configuration_dream.DreamConfig",
+            "AutoModel": "modeling_dream.DreamModel",
+        },
+        "model_type": "Dream",
+        "hidden_size": 128,
+        "rope_theta": 1000000.0,
+        "rope_scaling": None,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+    block_length_key=None,
+)
+
+llada = Maker(
+    _transformers("Llama"),
+    16,
+    {
+        "architectures": ["LLaDAModelLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_llada.LLaDAConfig",
+            "AutoModel": "modeling_llada.LLaDAModelLM",
+            "AutoModelForCausalLM": "modeling_llada.LLaDAModelLM",
+        },
+        "model_type": "llada",
+        "num_key_value_heads": 4,
+        "rope_theta": 500000.0,
+    },
+    block_length_key=None,
+    published=LLaDA.published,
+    kind=LLaDA,
+)
+
+
+class LLaDAMoE(TinyModel):
+    """LLaDA-MoE: Qwen3-MoE without normalised weights of experts, under names of its own."""
+
+    def __init__(self, maker: Maker, config: dict[str, Any], block_length: int) -> None:
+        super().__init__(maker, config, block_length)
+        own = ("intermediate_size", "moe_intermediate_size", "mlp_only_layers", "head_dim")
+        self.config = {name: value for name, value in config.items() if name not in own} | {
+            "dense_intermediate_size": config["intermediate_size"],
+            "expert_intermediate_size": config["moe_intermediate_size"],
+            "shared_expert_intermediate_size": None,
+            "moe_layer_freq": [
+                int(i not in config["mlp_only_layers"]) for i in range(config["num_hidden_layers"])
+            ],
+            "moe_router_enable_expert_bias": False,
+            "norm_topk_prob": None,
+            "qk_layernorm": True,
+            "partial_rotary_factor": 1,
+        }
+
+
+llada_moe = Maker(
+    _transformers("Qwen3Moe"),
+    16,
+    {
+        "architectures": ["LLaDAMoEModelLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_lladamoe.LLaDAMoEConfig",
+            "AutoModel": "modeling_lladamoe.LLaDAMoEModelLM",
+        },
+        "model_type": "lladamoe",
+        "hidden_size": 128,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "mlp_only_layers": [1],
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": False,
+        "attention_bias": False,
+        "rope_theta": 50000.0,
+        "rope_scaling": None,
+    },
+    block_length_key=None,
+    published=_one_tensor_per_expert,
+    kind=LLaDAMoE,
+)
+
+
+class Nemotron(TinyModel):
+    """Nemotron-Labs-Diffusion: Ministral3 with YaRN, scaled queries and an untied head.
+
+    Attributes:
+        lora: Per layer ``A`` [r, in] and ``B`` [out, r] of the draft's LoRA on ``o_proj``, and the
+            factor of their product, ``lora_alpha / r``.
+    """
+
+    lora_config: ClassVar[dict[str, Any]] = {
+        "peft_type": "LORA",
+        "target_modules": ["o_proj"],
+        "r": 4,
+        "lora_alpha": 16,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+    def randomize(self, seed: int, sharpness: float) -> None:
+        """The body's weights, then the LoRA's."""
+        super().randomize(seed, sharpness)
+        generator, rank = torch.Generator().manual_seed(seed + 1), self.lora_config["r"]
+        self.lora: list[tuple[Tensor, Tensor]] = []
+        self._adapted: Tensor | None = None
+        for layer in self.body.model.layers:
+            projection = layer.self_attn.o_proj
+            out_features, in_features = projection.weight.shape
+            down = torch.randn(rank, in_features, generator=generator) / in_features**0.5
+            up = torch.randn(out_features, rank, generator=generator) / rank**0.5
+            self.lora.append((down, 0.2 * up))
+            projection.register_forward_hook(self._add_lora(len(self.lora) - 1))
+
+    def _add_lora(self, layer: int) -> Callable[..., Tensor]:
+        scale = self.lora_config["lora_alpha"] / self.lora_config["r"]
+
+        def hook(_: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+            if self._adapted is None:
+                return output
+            down, up = self.lora[layer]
+            return output + scale * (args[0] @ down.T @ up.T) * self._adapted[:, None]
+
+        return hook
+
+    def __call__(self, ids: Tensor, visible: Tensor, *, adapted: Tensor | None = None) -> Tensor:
+        """[T, V]: as for every model; rows that are ``adapted``, [T] bool, run with the LoRA."""
+        self._adapted = adapted
+        return super().__call__(ids, visible)
+
+    def save(self, folder: Path) -> Path:
+        """The checkpoint, and the adapter in ``linear_spec_lora``."""
+        super().save(folder)
+        adapter = folder / "linear_spec_lora"
+        adapter.mkdir(exist_ok=True)
+        (adapter / "adapter_config.json").write_text(json.dumps(self.lora_config, indent=2))
+        tensors: dict[str, Tensor] = {}
+        for layer, (down, up) in enumerate(self.lora):
+            prefix = f"base_model.model.encoder.layers.{layer}.self_attn.o_proj"
+            tensors[f"{prefix}.lora_A.weight"] = down
+            tensors[f"{prefix}.lora_B.weight"] = up
+        save_file(tensors, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
+        return folder
+
+
+# Nemotron-Labs-Diffusion: its original length is 16, so that scaling acts on short prompts.
+nemotron = Maker(
+    _transformers("Ministral3"),
+    32,
+    {
+        "architectures": ["NemotronLabsDiffusionModel"],
+        "auto_map": {
+            "AutoConfig": "configuration_nemotron_labs_diffusion.NemotronLabsDiffusionConfig",
+            "AutoModel": "modeling_nemotron_labs_diffusion.NemotronLabsDiffusionModel",
+        },
+        "model_type": "nemotron_labs_diffusion",
+        "head_dim": 32,
+        "ar_loss_weight": 1.0,
+        "attention_bias": False,
+        "attn_implementation": "sdpa",
+        "bos_token_id": 2,
+        "dlm_loss_weight": None,
+        "dlm_paradigm": "bidirectional",
+        "dp_varying_mask_ratio": False,
+        "max_position_embeddings": 256,
+        "mlp_bias": False,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+        "sliding_window": None,
+    },
+    published=_encoder_names,
+    kind=Nemotron,
+)
