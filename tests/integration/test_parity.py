@@ -130,6 +130,7 @@ def test_batch_of_prefill_denoise_and_encode(engine, oracle):
         assert_each_step_agrees(own, prompt, oracle)
 
 
+@pytest.mark.parametrize("engine", ["reference"], indirect=True)
 @pytest.mark.parametrize(
     "numbers",
     [range(0, 20, 5), pytest.param(range(20), marks=pytest.mark.slow)],
