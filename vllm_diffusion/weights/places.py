@@ -66,6 +66,8 @@ class Place:
             self.end in self.layer._parameters
             and self.size > 0
             and self.end not in _NOT_STORED
+            # Of activations that are not quantised; vLLM makes it for experts all the same.
+            and not (self.end.endswith("input_global_scale") and getattr(method, "use_a16", False))
             # Scales of the cache are 1 without.
             and not isinstance(method, BaseKVCacheMethod)
             # Quantised while it is loaded.
