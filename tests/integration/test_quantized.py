@@ -8,10 +8,12 @@ prompts, and no further from it on average than the reference's own rounding err
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -166,6 +168,24 @@ def test_modelopt_layout(tmp_path):
         )
         error, theirs = ((out.double() - exact).abs() for out in (actual, low))
         assert error.mean() <= 2 * theirs.mean()
+
+
+@pytest.mark.slow
+def test_modelopt_weights_alone(tmp_path):
+    """Experts whose inputs are not quantised need no scales of these."""
+    compressed = quantized_checkpoint(tmp_path / "nvfp4", "nvfp4-weights")
+    checkpoint = modelopt_checkpoint(compressed, tmp_path / "modelopt")
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["quantization_config"]["quant_algo"] = "W4A16_NVFP4"
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    assert not any("input_scale" in name for name in load_file(checkpoint / "model.safetensors"))
+    with TracedEngine(checkpoint) as engine:
+        answer = engine.llm.chat(
+            [{"role": "user", "content": "Add 7 and 8."}],
+            engine.sampling_params(max_tokens=CANVAS, skip_special_tokens=True),
+            use_tqdm=False,
+        )
+    assert answer[0].outputs[0].text == "15"
 
 
 @pytest.mark.slow

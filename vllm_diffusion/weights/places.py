@@ -14,6 +14,8 @@ from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
 # Built from the quantization config.
 _NOT_STORED = ("input_scale_ub",)
+# As compressed-tensors and modelopt call them.
+_INPUT_SCALES = ("_input_global_scale", "_input_scale")
 
 # An expert of the model, and which of the matrices that a parameter joins; ``None`` for the whole parameter.
 Part = tuple[int | None, Any]
@@ -66,8 +68,8 @@ class Place:
             self.end in self.layer._parameters
             and self.size > 0
             and self.end not in _NOT_STORED
-            # Of activations that are not quantised; vLLM makes it for experts all the same.
-            and not (self.end.endswith("input_global_scale") and getattr(method, "use_a16", False))
+            # Of activations that are not quantised; vLLM makes them for experts all the same.
+            and not (self.end.endswith(_INPUT_SCALES) and getattr(method, "use_a16", False))
             # Scales of the cache are 1 without.
             and not isinstance(method, BaseKVCacheMethod)
             # Quantised while it is loaded.
