@@ -225,8 +225,8 @@ def experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         (name, layout)
         for name in ("sdar-moe", "llada2.2", "fp8-dynamic", "nvfp4")
         for layout in ("--data-parallel-size", "--tensor-parallel-size")
-        # A rank scales its part of a row by itself, and has other tokens (docs/operate/scaling.md).
-        if (name, layout) != ("fp8-dynamic", "--tensor-parallel-size")
+        # Ranks add up in another order, which rounds activations to other numbers (docs/operate/scaling.md).
+        if layout == "--data-parallel-size" or name not in ("fp8-dynamic", "nvfp4")
     ],
     indirect=["experts"],
 )
