@@ -119,6 +119,30 @@ def read_format(settings: dict[str, Any]) -> Format | None:
     return None
 
 
+# Methods that load a checkpoint by themselves, or of which the CPU platform emulates the formats below.
+_ON_A_CPU = ("bitsandbytes", "compressed-tensors", "fp8", "gguf", "torchao")
+
+
+def without_emulation(settings: dict[str, Any]) -> str | None:
+    """Return the name of a format that the CPU platform has no arithmetic for, or ``None``.
+
+    Args:
+        settings: As for :func:`read_format`, which has found no fault in them.
+    """
+    method = str(settings.get("quant_method", "")).lower()
+    if method.startswith("modelopt"):
+        inner, _ = _modelopt_section(settings)
+        algorithm = str(inner.get("quant_algo", "")).upper()
+        return f"{method} {algorithm}" if "MX" in algorithm else None
+    if method not in _ON_A_CPU:
+        return method
+    for group in (settings.get("config_groups") or {}).values():
+        weights, name = group.get("weights"), str(group.get("format") or settings.get("format"))
+        if weights is not None and (weights.get("type") != "float" or name.startswith("mx")):
+            return name
+    return None
+
+
 def _read_compressed_tensors(settings: dict[str, Any]) -> Format | None:
     from compressed_tensors import CompressionFormat
 

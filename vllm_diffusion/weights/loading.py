@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm_diffusion.hooks.replacement import replaces
 from vllm_diffusion.weights.downcasts import counted_downcasts
 from vllm_diffusion.weights.new_weights import finite_only
-from vllm_diffusion.weights.places import Part, Place
+from vllm_diffusion.weights.places import UNUSED, Part, Place
 from vllm_diffusion.weights.weight_files import listed, stored_tensors, weight_files
 
 logger = logging.getLogger("vllm.vllm_diffusion")
@@ -68,7 +68,11 @@ class CheckedLoading:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Watch what is loaded within."""
+        """Watch what is loaded within.
+
+        Raises:
+            ValueError: Naming a tensor for which its layer has no place, and its file.
+        """
         undo: list[Callable[[], None]] = []
         for prefix, module in self._model.named_modules():
             tensors = (
@@ -76,7 +80,7 @@ class CheckedLoading:
                 *module.named_buffers(recurse=False),
             )
             for end, tensor in tensors:
-                if id(tensor) not in self._places:
+                if id(tensor) not in self._places and not end.endswith(UNUSED):
                     name = f"{prefix}.{end}" if prefix else end
                     size = get_tensor_load_numel(tensor)
                     self._places[id(tensor)] = place = Place(name, module, end, size)
@@ -84,6 +88,14 @@ class CheckedLoading:
         CheckedLoading._current = self
         try:
             yield
+        except AttributeError:
+            if self._name not in self._unused:
+                raise
+            # vLLM's joined layers take a tensor that they have no parameter for to be of their own.
+            raise ValueError(
+                f"{self._name}{self._file_of(self._name)} is {_described(self._tensor)}, which its layer has no place "
+                "for by config.json; correct its quantization_config, or quantise the checkpoint again."
+            ) from None
         finally:
             CheckedLoading._current = None
             self._is_over = True
@@ -138,7 +150,7 @@ class CheckedLoading:
         if result is False:
             # An expert of another rank.
             return result
-        place.tensors[part] = (self._name, loaded.numel())
+        place.add(part, self._name, loaded)
         if before is not None and not torch.equal(before, place.values(param, part)):
             assert earlier is not None
             raise ValueError(

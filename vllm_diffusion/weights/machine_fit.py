@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from vllm_diffusion.weights.formats import FLOATS, Format
+from vllm_diffusion.weights.formats import FLOATS, Format, without_emulation
 from vllm_diffusion.weights.weight_files import stored_tensors, weight_files
 
 if TYPE_CHECKING:
@@ -40,6 +40,28 @@ def check_platform(model: str, quantized: Format | None) -> None:
         f"nor emulate: vLLM has no kernel for it on {platform}. Serve the FP8 or BF16 checkpoint "
         "here, or use the ordinary vLLM wheel without an accelerator, where FP4 is emulated."
     )
+
+
+def check_emulation(model: str, settings: dict[str, Any]) -> None:
+    """Refuse, on the CPU platform, quantised weights that nothing there computes with.
+
+    vLLM loads some of them, and ends at the first request.
+
+    Args:
+        model: Name of the checkpoint.
+        settings: Its quantization config.
+
+    Raises:
+        ValueError: Naming the checkpoint, the format and what can be served instead.
+    """
+    from vllm.platforms import current_platform
+
+    name = without_emulation(settings)
+    if name is not None and type(current_platform).__name__ == "DiffusionCpuPlatform":
+        raise ValueError(
+            f"The weights of {model} are quantised as {name}, which is not emulated on the CPU: serve it on a "
+            "GPU, or serve the BF16, FP8 or NVFP4 checkpoint here."
+        )
 
 
 # Tensor cores for bfloat16, which every kernel here is compiled for.

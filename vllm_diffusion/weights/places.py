@@ -16,6 +16,8 @@ from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 _NOT_STORED = ("input_scale_ub",)
 # As compressed-tensors and modelopt call them.
 _INPUT_SCALES = ("_input_global_scale", "_input_scale")
+# Shapes of packed weights, of compressed-tensors: vLLM has one place for those of all parts, and does not use them.
+UNUSED = "weight_shape"
 
 # An expert of the model, and which of the matrices that a parameter joins; ``None`` for the whole parameter.
 Part = tuple[int | None, Any]
@@ -70,6 +72,12 @@ class Place:
             and self.end not in _NOT_STORED
             # Of activations that are not quantised; vLLM makes them for experts all the same.
             and not (self.end.endswith(_INPUT_SCALES) and getattr(method, "use_a16", False))
+            # vLLM makes them for experts in GPTQ, and takes them away where none was loaded.
+            and not (
+                isinstance(self.layer, RoutedExperts)
+                and self.end.endswith("_bias")
+                and not self.layer.moe_config.has_bias
+            )
             # Scales of the cache are 1 without.
             and not isinstance(method, BaseKVCacheMethod)
             # Quantised while it is loaded.
@@ -112,6 +120,14 @@ class Place:
         return (
             own != stored or getattr(getattr(self.layer, self.end), "quant_method", "") == "block"
         )
+
+    def add(self, part: Part, name: str, loaded: Tensor) -> None:
+        """Note that a tensor was loaded."""
+        # vLLM's experts for layouts that Marlin does not take hold as bytes what is stored as int32.
+        is_repacked = (
+            loaded.dtype == torch.int32 and getattr(self.layer, self.end).dtype == torch.uint8
+        )
+        self.tensors[part] = (name, loaded.numel() * (4 if is_repacked else 1))
 
     def values(self, param: Tensor, part: Part) -> Tensor:
         """Return a copy of what the place of a part holds, as bytes, which compare equal also where it is NaN."""

@@ -45,3 +45,17 @@ def test_published_figures(name: str) -> None:
     assert any(known)
     for figure, wanted in zip(found, known, strict=True):
         assert wanted is None or figure == pytest.approx(wanted, rel=0, abs=0.01)
+
+
+def test_names_of_llada_in_lists_of_modules() -> None:
+    """A quantised checkpoint names modules, which end where a tensor's name goes on."""
+    from vllm_diffusion.families.llada.model import LLaDAModelLM
+
+    blocks = "model.transformer.blocks.3"
+    names = {
+        "model.transformer.ff_out": "lm_head",
+        f"{blocks}.ff_out": "model.layers.3.mlp.down_proj",
+        f"{blocks}.attn_out": "model.layers.3.self_attn.o_proj",
+        f"{blocks}.ff_proj": "model.layers.3.mlp.gate_proj",
+    }
+    assert LLaDAModelLM.published_names.apply_list([*names]) == [*names.values()]

@@ -110,6 +110,7 @@ QUERY = layer("self_attn.q_proj.weight")
 UP = layer("mlp.up_proj.weight")
 NORM = layer("input_layernorm.weight")
 SDAR_KEY = "model.layers.1.self_attn.k_proj.weight"
+SDAR_UP = "model.layers.1.mlp.up_proj.weight"
 
 
 BAD_TENSORS: list[tuple[str, Callable[[Tensors], Any], list[str]]] = [
@@ -155,6 +156,9 @@ BAD_TENSORS: list[tuple[str, Callable[[Tensors], Any], list[str]]] = [
         [layer("experts.down_proj"), ENCODER, "differ"],
     ),
     ("sdar", rename(SDAR_KEY, SDAR_KEY.replace("k_proj", "key")), ["self_attn.key.weight"]),
+    ("sdar", rename(SDAR_KEY, f"{SDAR_KEY}_packed"), [f"{SDAR_KEY}_packed", "no place"]),
+    ("sdar", rename(SDAR_UP, f"{SDAR_UP}_packed"), [f"{SDAR_UP}_packed", "no place"]),
+    ("bf16", rename(UP, f"{UP}_packed"), [f"{UP}_packed", "no place"]),
     (
         "sdar",
         add("model.layers.99.mlp.up_proj.weight", torch.ones(2, 2)),

@@ -13,9 +13,10 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.support.checkpoints import SHIPPED
+from tests.support.integer_formats import LAYOUTS, quantization_config
 from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaTensors
 from vllm_diffusion.weights.formats import read_format
-from vllm_diffusion.weights.machine_fit import check_platform
+from vllm_diffusion.weights.machine_fit import check_emulation, check_platform
 
 CONFIGS = Path(__file__).resolve().parents[3] / "benchmarks" / "configs"
 RULES = DiffusionGemmaTensors()
@@ -116,3 +117,24 @@ def test_fp4_where_nothing_can_run_it(platform, is_served, monkeypatch):
         return
     with pytest.raises(ValueError, match="can neither run nor emulate"):
         check_platform("m", fp4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_formats_that_the_cpu_does_not_emulate(layout):
+    """Some of them vLLM loads there, and ends at the first request."""
+    with pytest.raises(ValueError, match="not emulated on the CPU"):
+        check_emulation("m", quantization_config(layout, []))
+
+
+@pytest.mark.parametrize("name", ["fp8-dynamic", "nvfp4", "nvfp4-modelopt"])
+def test_formats_that_the_cpu_emulates(name):
+    check_emulation("m", json.loads((CONFIGS / f"{name}.json").read_text()))
+
+
+def test_mixed_formats_on_the_cpu():
+    """One group that is not emulated is enough."""
+    settings = quantization_config("W4A16", [])
+    fp8 = json.loads((CONFIGS / "fp8-dynamic.json").read_text())["config_groups"]["group_0"]
+    settings["config_groups"]["group_1"] = fp8 | {"format": "float-quantized"}
+    with pytest.raises(ValueError, match="pack-quantized, which is not emulated"):
+        check_emulation("m", settings)

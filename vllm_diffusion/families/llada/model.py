@@ -14,9 +14,9 @@ from vllm_diffusion.runner.masked_model import MaskedModel
 # The head has the name of an MLP's last layer, but no layer before it.
 _NAMES = WeightsMapper(
     orig_to_new_regex={
-        **{re.compile(rf"^{re.escape(name)}\."): f"{own}." for own, name in MODULES.items()},
+        **{re.compile(rf"^{re.escape(name)}\b"): own for own, name in MODULES.items()},
         **{
-            re.compile(rf"^(model\.layers\.\d+)\.{name}\."): rf"\1.{own}."
+            re.compile(rf"^(model\.layers\.\d+)\.{name}\b"): rf"\1.{own}"
             for own, name in IN_LAYERS.items()
         },
     }

@@ -1,0 +1,65 @@
+"""Integer weights, which only a GPU computes with, are loaded; what such a file lacks is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.support.checkpoints import SHIPPED
+from tests.support.families.cases import CASES
+from tests.support.integer_formats import LAYOUTS, integer_checkpoint
+from tests.support.null_gpu.processes import NullGpu
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+SDAR = SHIPPED.parent / "tiny_sdar"
+MADE = ("sdar-moe", "llada2.1", "llada", "nemotron")
+
+
+def source_of(name: str, folder: Path) -> Path:
+    shipped = {"diffusion_gemma": SHIPPED, "sdar": SDAR}
+    return shipped[name] if name in shipped else CASES[name].make().save(folder / name)
+
+
+def loaded(null_gpu: NullGpu, folders: list[Path]) -> list[str]:
+    outcomes = null_gpu.run("tests.null_gpu.format_cases:load_each", folders=[*map(str, folders)])
+    return list(outcomes.checked())
+
+
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [
+        # vLLM takes GPTQ's layers without a v_proj for torn ones, in stock too.
+        ("diffusion_gemma", [one for one in LAYOUTS if one != "gptq"]),
+        *(pytest.param(name, LAYOUTS, marks=pytest.mark.slow) for name in ("sdar", *MADE)),
+    ],
+)
+def test_every_layout(name: str, layouts: list[str], null_gpu: NullGpu, tmp_path: Path) -> None:
+    """Shapes of packed weights, experts without biases, weights that vLLM repacks: none is a misfit."""
+    source = source_of(name, tmp_path)
+    folders = [integer_checkpoint(source, tmp_path / one, one) for one in layouts]
+    assert dict(zip(layouts, loaded(null_gpu, folders), strict=True)) == dict.fromkeys(layouts, "")
+
+
+def test_lacking_tensors(null_gpu: NullGpu, tmp_path: Path) -> None:
+    """Of a packed layer and of a packed expert each tensor is needed, whole."""
+    layer = "model.decoder.layers.0"
+    damaged = {
+        f"{layer}.self_attn.q_proj.weight_packed": None,
+        f"{layer}.experts.1.up_proj.weight_scale": None,
+        f"{layer}.experts.1.down_proj.weight_packed": slice(0, 64),
+    }
+    folders = []
+    for name, rows in damaged.items():
+        folder = integer_checkpoint(SHIPPED, tmp_path / f"without{len(folders)}", "W4A16")
+        tensors = load_file(folder / "model.safetensors")
+        if rows is None:
+            del tensors[name]
+        else:
+            tensors[name] = tensors[name][rows].contiguous()
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        folders.append(folder)
+    for name, outcome in zip(damaged, loaded(null_gpu, folders), strict=True):
+        assert outcome.startswith(f"ValueError: {name} "), outcome
