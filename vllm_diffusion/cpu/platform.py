@@ -146,6 +146,7 @@ class DiffusionCpuPlatform(CpuPlatform):
             from vllm_diffusion.startup.machine import check_checkpoint_fits
 
             check_checkpoint_fits(model_config)
+        _check_emulation(vllm_config)
 
         for entry in own_entry_points("vllm_diffusion.cpu_checks"):
             entry.load()(vllm_config)
@@ -183,6 +184,19 @@ class DiffusionCpuPlatform(CpuPlatform):
         cache_config = vllm_config.cache_config
         if not cache_config.user_specified_block_size:
             cache_config.block_size = DEFAULT_BLOCK_SIZE
+
+
+def _check_emulation(vllm_config: VllmConfig) -> None:
+    from vllm_diffusion.weights.machine_fit import check_emulation
+
+    speculative = vllm_config.speculative_config
+    draft = None if speculative is None else speculative.draft_model_config
+    for model_config in (vllm_config.model_config, draft):
+        if model_config is None:
+            continue
+        settings = model_config.model_arch_config.quantization_config
+        if settings is not None:
+            check_emulation(model_config.model, settings)
 
 
 def check_cache(vllm_config: VllmConfig) -> None:

@@ -37,12 +37,7 @@ from vllm_diffusion.startup.published_runs import log_differences, warn_of_one_a
 from vllm_diffusion.startup.worker_class import choose_worker
 from vllm_diffusion.weights.adapters.early_checks import adapter_rules
 from vllm_diffusion.weights.formats import read_format
-from vllm_diffusion.weights.machine_fit import (
-    check_capability,
-    check_emulation,
-    check_platform,
-    check_room,
-)
+from vllm_diffusion.weights.machine_fit import check_capability, check_platform, check_room
 from vllm_diffusion.weights.regular_files import check_regular_files
 from vllm_diffusion.weights.tensor_rules import TensorRules
 from vllm_diffusion.weights.weight_files import (
@@ -396,7 +391,6 @@ def _check_weights(vllm_config: VllmConfig) -> None:
     quantization = model_config.model_arch_config.quantization_config
     if quantization is not None:
         check_platform(model_config.model, read_format(quantization))
-        check_emulation(model_config.model, quantization)
     if model_config.is_diffusion:
         check_room(vllm_config)
 

@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_diffusion.weights.formats import FLOATS, Format, without_emulation
+from vllm_diffusion.weights.formats import FLOATS, Format, read_format, without_emulation
 from vllm_diffusion.weights.weight_files import stored_tensors, weight_files
 
 if TYPE_CHECKING:
@@ -43,21 +43,20 @@ def check_platform(model: str, quantized: Format | None) -> None:
 
 
 def check_emulation(model: str, settings: dict[str, Any]) -> None:
-    """Refuse, on the CPU platform, quantised weights that nothing there computes with.
+    """Refuse quantised weights that nothing on the CPU platform computes with.
 
     vLLM loads some of them, and ends at the first request.
 
     Args:
-        model: Name of the checkpoint.
+        model: Name of the checkpoint of a model or a draft.
         settings: Its quantization config.
 
     Raises:
         ValueError: Naming the checkpoint, the format and what can be served instead.
     """
-    from vllm.platforms import current_platform
-
+    read_format(settings)
     name = without_emulation(settings)
-    if name is not None and type(current_platform).__name__ == "DiffusionCpuPlatform":
+    if name is not None:
         raise ValueError(
             f"The weights of {model} are quantised as {name}, which is not emulated on the CPU: serve it on a "
             "GPU, or serve the BF16, FP8 or NVFP4 checkpoint here."

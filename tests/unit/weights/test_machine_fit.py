@@ -13,7 +13,8 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.support.checkpoints import SHIPPED
-from tests.support.integer_formats import LAYOUTS, quantization_config
+from tests.support.integer_formats import LAYOUTS, integer_checkpoint, quantization_config
+from tests.support.vllm_configs import configure
 from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaTensors
 from vllm_diffusion.weights.formats import read_format
 from vllm_diffusion.weights.machine_fit import check_emulation, check_platform
@@ -138,3 +139,15 @@ def test_mixed_formats_on_the_cpu():
     settings["config_groups"]["group_1"] = fp8 | {"format": "float-quantized"}
     with pytest.raises(ValueError, match="pack-quantized, which is not emulated"):
         check_emulation("m", settings)
+
+
+@pytest.mark.parametrize("architecture", ["SDARForCausalLM", "Qwen3ForCausalLM"])
+def test_integer_weights_are_refused_before_they_are_loaded(architecture, tmp_path):
+    """Of a diffusion model and of an ordinary one."""
+    folder = integer_checkpoint(SHIPPED.parent / "tiny_sdar", tmp_path / "gptq", "gptq")
+    config = json.loads((folder / "config.json").read_text())
+    if not architecture.startswith("SDAR"):
+        config |= {"architectures": [architecture], "model_type": "qwen3"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="quantised as gptq, which is not emulated on the CPU"):
+        configure(folder)
