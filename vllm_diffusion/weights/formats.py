@@ -119,12 +119,12 @@ def read_format(settings: dict[str, Any]) -> Format | None:
     return None
 
 
-# Methods that load a checkpoint by themselves, or of which the CPU platform emulates the formats below.
-_ON_A_CPU = ("bitsandbytes", "compressed-tensors", "fp8", "gguf", "torchao")
+# Methods whose numbers are integers or MXFP4, whatever else their settings say.
+_WITHOUT_EMULATION = ("awq", "fp_quant", "gptq", "mxfp4")
 
 
 def without_emulation(settings: dict[str, Any]) -> str | None:
-    """Return the name of a format that the CPU platform has no arithmetic for, or ``None``.
+    """Return the name of a format that the CPU platform has no arithmetic for, or ``None`` if none is known.
 
     Args:
         settings: As for :func:`read_format`, which has found no fault in them.
@@ -134,8 +134,11 @@ def without_emulation(settings: dict[str, Any]) -> str | None:
         inner, _ = _modelopt_section(settings)
         algorithm = str(inner.get("quant_algo", "")).upper()
         return f"{method} {algorithm}" if "MX" in algorithm else None
-    if method not in _ON_A_CPU:
+    has_integers = method == "auto-round" and settings.get("data_type", "int") == "int"
+    if method in _WITHOUT_EMULATION or has_integers:
         return method
+    if method != "compressed-tensors":
+        return None
     for group in (settings.get("config_groups") or {}).values():
         weights, name = group.get("weights"), str(group.get("format") or settings.get("format"))
         if weights is not None and (weights.get("type") != "float" or name.startswith("mx")):
