@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+from tests.null_gpu.engine_cases import decide_outcomes, passes_of, runner_of, start
 from tests.support.loading import load, one_rank
 
 
@@ -19,3 +21,13 @@ def load_each(folders: list[str]) -> list[str]:
             else:
                 outcomes.append("")
     return outcomes
+
+
+def serve_floats(model: str, scheme: str) -> dict[str, Any]:
+    """Start an engine that quantises weights while it loads them: its kernels, and passes of requests."""
+    from vllm_diffusion.weights.formats import describe_kernels
+
+    decide_outcomes()
+    llm = start(model, quantization=scheme, dtype="bfloat16", enforce_eager=True)
+    kernels = describe_kernels(runner_of(llm).model)
+    return {"kernels": kernels, "passes": passes_of(llm, "plain")["passes"]}

@@ -19,6 +19,7 @@ from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.startup.plan import DiffusionPlan, GivenLimits
 from vllm_diffusion.startup.plugin_settings import plugin_settings
 from vllm_diffusion.weights.adapters.rules import UNREACHED
+from vllm_diffusion.weights.machine_fit import quantises_while_loading
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -226,12 +227,6 @@ def _is_foreign_scheduler(vllm_config: VllmConfig) -> bool:
     return all(each.__module__ != _SCHEDULERS for each in classes)
 
 
-def _quantises_while_loading(vllm_config: VllmConfig) -> bool:
-    model_config = vllm_config.model_config
-    is_quantised = model_config.model_arch_config.quantization_config is not None
-    return model_config.quantization is not None and not is_quantised
-
-
 def _cache_dtypes(vllm_config: VllmConfig) -> tuple[str, ...]:
     """Formats of the KV cache that our attention reads; that of others is theirs to check."""
     backend = vllm_config.attention_config.backend
@@ -325,7 +320,7 @@ CONDITIONS: dict[str, Callable[[VllmConfig], object]] = {
     "--per-request-spec-decode-metrics": (
         lambda config: config.observability_config.per_request_spec_decode_metrics != "none"
     ),
-    "--quantization": _quantises_while_loading,
+    "--quantization": lambda config: _is_cpu() and quantises_while_loading(config.model_config),
     "--runner": lambda config: config.model_config.runner_type != "generate",
     "--jit-monitor-mode": lambda config: config.observability_config.jit_monitor_mode == "error",
     "--kv-offloading-size": lambda config: _copies_from_a_gpu(config) and _is_cpu(),

@@ -100,6 +100,8 @@ def check_room(vllm_config: VllmConfig) -> None:
         not current_platform.is_cuda()
         or offload.uva.cpu_offload_gb
         or offload.prefetch.offload_group_size
+        # The file has other numbers than the GPU will hold.
+        or quantises_while_loading(vllm_config.model_config)
     ):
         return
     parallel = vllm_config.parallel_config
@@ -118,6 +120,12 @@ def check_room(vllm_config: VllmConfig) -> None:
             f"{memory * share / 2**30:.1f} (--gpu-memory-utilization): serve a checkpoint in a smaller format "
             "(docs/operate/small-gpus.md), on a larger GPU, or on several with --tensor-parallel-size."
         )
+
+
+def quantises_while_loading(model_config: ModelConfig) -> bool:
+    """Return true if ``--quantization`` rounds a checkpoint in floats."""
+    is_quantised = model_config.model_arch_config.quantization_config is not None
+    return model_config.quantization is not None and not is_quantised
 
 
 def weight_bytes(model_config: ModelConfig) -> int:

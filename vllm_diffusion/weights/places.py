@@ -80,8 +80,6 @@ class Place:
             )
             # Scales of the cache are 1 without.
             and not isinstance(method, BaseKVCacheMethod)
-            # Quantised while it is loaded.
-            and not getattr(method, "uses_meta_device", False)
         )
 
     def misfitting(self, num_ranks: int) -> tuple[list[str], int, int] | None:

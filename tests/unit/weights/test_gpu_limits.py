@@ -123,6 +123,15 @@ def test_weights_that_move_to_the_host(gpu, published):
     check_room(config)
 
 
+def test_weights_that_are_quantised_while_they_are_loaded(gpu, published):
+    """47.0 GiB in the file, and about half of that on the GPU."""
+    config = published("bf16")
+    with pytest.raises(ValueError, match=r"weights take 47\.0 GiB"):
+        check_room(config)
+    config.model_config.quantization = "fp8_per_tensor"
+    check_room(config)
+
+
 def test_an_old_gpu(gpu):
     check_capability()
     gpu.get_device_capability = lambda: DeviceCapability(7, 5)

@@ -99,12 +99,14 @@ class SelfConditioning(nn.Module):
 
 
 def _stores_floats(model_config: ModelConfig) -> bool:
-    """Return true if a quantised checkpoint on this machine holds self-conditioning that is not.
+    """Return true if a checkpoint holds self-conditioning in floats, as far as can be known.
 
     vLLM's own class never quantises it, so that a recipe may leave it out of its ignore list.
     """
     folder = Path(model_config.model)
-    if getattr(model_config.hf_config, "quantization_config", None) is None or not folder.is_dir():
+    if model_config.model_arch_config.quantization_config is None:
+        return True
+    if not folder.is_dir():
         return False
     matrices = [
         one.dtype

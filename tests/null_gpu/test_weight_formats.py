@@ -1,4 +1,4 @@
-"""Integer weights, which only a GPU computes with, are loaded; what such a file lacks is refused."""
+"""Formats that only a GPU computes with are loaded; what a file lacks is refused."""
 
 from __future__ import annotations
 
@@ -63,3 +63,26 @@ def test_lacking_tensors(null_gpu: NullGpu, tmp_path: Path) -> None:
         folders.append(folder)
     for name, outcome in zip(damaged, loaded(null_gpu, folders), strict=True):
         assert outcome.startswith(f"ValueError: {name} "), outcome
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["diffusion_gemma", "sdar"])
+def test_floats_that_are_quantised_while_they_are_loaded(
+    name: str, null_gpu: NullGpu, tmp_path: Path
+) -> None:
+    """An engine starts and answers; without one of the tensors it refuses the file."""
+    source = source_of(name, tmp_path)
+    case, scheme = "tests.null_gpu.format_cases:serve_floats", "fp8_per_tensor"
+    served = null_gpu.run(case, model=str(source), scheme=scheme).checked()
+    assert served["passes"]
+    assert "16 x linear: CutlassFP8ScaledMMLinearKernel" in served["kernels"]
+    assert ("4 x experts" in served["kernels"]) == (name == "diffusion_gemma")
+    for path in source.iterdir():
+        if path.suffix in (".json", ".jinja"):
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(source / "model.safetensors")
+    lacking = next(one for one in tensors if one.endswith("self_attn.q_proj.weight"))
+    del tensors[lacking]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    refused = null_gpu.run(case, model=str(tmp_path), scheme=scheme)
+    assert f"{lacking} should be in" in str(refused.error)
