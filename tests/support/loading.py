@@ -83,7 +83,14 @@ def _compare(folders: list[Path]) -> Iterator[str | list[str]]:
     for folder in folders:
         try:
             found = dict(load(folder).named_parameters())
-        except (AssertionError, IndexError, KeyError, RuntimeError, ValueError) as error:
+        except (
+            AssertionError,
+            AttributeError,
+            IndexError,
+            KeyError,
+            RuntimeError,
+            ValueError,
+        ) as error:
             yield f"{type(error).__name__}: {error}"
             continue
         good = good or found
