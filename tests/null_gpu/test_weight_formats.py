@@ -31,8 +31,13 @@ def loaded(null_gpu: NullGpu, folders: list[Path]) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "layouts"),
     [
+        ("diffusion_gemma", ["W4A16", "auto-round"]),
         # vLLM takes GPTQ's layers without a v_proj for torn ones, in stock too.
-        ("diffusion_gemma", [one for one in LAYOUTS if one != "gptq"]),
+        pytest.param(
+            "diffusion_gemma",
+            [one for one in LAYOUTS if one != "gptq"],
+            marks=pytest.mark.slow,
+        ),
         *(pytest.param(name, LAYOUTS, marks=pytest.mark.slow) for name in ("sdar", *MADE)),
     ],
 )
