@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from tests.support.checkpoints import SHIPPED
+from tests.support.checkpoints import SHIPPED, changed
 from tests.support.families.cases import CASES
 from tests.support.integer_formats import LAYOUTS, integer_checkpoint
 from tests.support.null_gpu.processes import NullGpu
@@ -56,16 +57,17 @@ def test_lacking_tensors(null_gpu: NullGpu, tmp_path: Path) -> None:
         f"{layer}.experts.1.up_proj.weight_scale": None,
         f"{layer}.experts.1.down_proj.weight_packed": slice(0, 64),
     }
-    folders = []
-    for name, rows in damaged.items():
-        folder = integer_checkpoint(SHIPPED, tmp_path / f"without{len(folders)}", "W4A16")
-        tensors = load_file(folder / "model.safetensors")
-        if rows is None:
-            del tensors[name]
-        else:
-            tensors[name] = tensors[name][rows].contiguous()
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        folders.append(folder)
+    whole = integer_checkpoint(SHIPPED, tmp_path / "whole", "W4A16")
+
+    def damage(tensors: dict[str, Tensor], name: str, rows: slice | None) -> None:
+        tensor = tensors.pop(name)
+        if rows is not None:
+            tensors[name] = tensor[rows].contiguous()
+
+    folders = [
+        changed(whole, tmp_path / str(i), partial(damage, name=name, rows=rows))
+        for i, (name, rows) in enumerate(damaged.items())
+    ]
     for name, outcome in zip(damaged, loaded(null_gpu, folders), strict=True):
         assert outcome.startswith(f"ValueError: {name} "), outcome
 
@@ -82,12 +84,7 @@ def test_floats_that_are_quantised_while_they_are_loaded(
     assert served["passes"]
     assert "16 x linear: CutlassFP8ScaledMMLinearKernel" in served["kernels"]
     assert ("4 x experts" in served["kernels"]) == (name == "diffusion_gemma")
-    for path in source.iterdir():
-        if path.suffix in (".json", ".jinja"):
-            (tmp_path / path.name).write_bytes(path.read_bytes())
-    tensors = load_file(source / "model.safetensors")
-    lacking = next(one for one in tensors if one.endswith("self_attn.q_proj.weight"))
-    del tensors[lacking]
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    refused = null_gpu.run(case, model=str(tmp_path), scheme=scheme)
+    lacking = f"{'model.decoder' if name == 'diffusion_gemma' else 'model'}.layers.0.self_attn.q_proj.weight"
+    lacks = changed(source, tmp_path / "lacks", lambda tensors: tensors.pop(lacking))
+    refused = null_gpu.run(case, model=str(lacks), scheme=scheme)
     assert f"{lacking} should be in" in str(refused.error)

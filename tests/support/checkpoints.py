@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
@@ -40,6 +43,31 @@ def copy_checkpoint(
             else:
                 target[key] = value
         path.write_text(json.dumps(content))
+    return folder
+
+
+def copy_all_but_weights(source: Path, folder: Path) -> None:
+    """Make a folder with a checkpoint's other files."""
+    folder.mkdir(parents=True)
+    for path in source.iterdir():
+        if path.is_file() and "safetensors" not in path.name:
+            shutil.copy(path, folder)
+
+
+def changed(
+    source: Path,
+    folder: Path,
+    change: Callable[[dict[str, Tensor]], Any] = lambda tensors: None,
+    reconfigure: Callable[[dict[str, Any]], Any] = lambda config: None,
+) -> Path:
+    """A copy of a checkpoint with its tensors and ``config.json`` changed in place."""
+    copy_all_but_weights(source, folder)
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    reconfigure(config)
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 

@@ -13,15 +13,13 @@ from typing import Any
 
 import torch
 from compressed_tensors.compressors import compress_module
-from compressed_tensors.quantization import (
-    QuantizationConfig,
-    QuantizationStatus,
-    apply_quantization_config,
-    preset_name_to_scheme,
-)
+from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+
+from tests.support.checkpoints import copy_all_but_weights
+from tests.support.quantized import settings_of, written
 
 GROUP_SIZE = 32
 # compressed-tensors' presets, and the layout that each is stored in.
@@ -46,10 +44,7 @@ def integer_checkpoint(source: Path, folder: Path, layout: str) -> Path:
         folder: Where to put it.
         layout: One of :data:`LAYOUTS`.
     """
-    folder.mkdir(parents=True)
-    for path in source.iterdir():
-        if path.is_file() and path.suffix != ".safetensors":
-            (folder / path.name).write_bytes(path.read_bytes())
+    copy_all_but_weights(source, folder)
     tensors: dict[str, Tensor] = {}
     kept = []
     for name, tensor in _with_single_experts(load_file(source / "model.safetensors")).items():
@@ -108,19 +103,19 @@ def _drawn(*shape: int) -> Tensor:
     return torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32)
 
 
-def _scheme(preset: str) -> QuantizationConfig:
-    scheme = preset_name_to_scheme(preset, ["Linear"])
-    if scheme.weights.group_size is not None:
-        scheme.weights.group_size = GROUP_SIZE
-    return QuantizationConfig(config_groups={"group_0": scheme}, format=PRESETS[preset])
+def _settings(preset: str, kept: list[str]) -> QuantizationConfig:
+    settings = settings_of(preset, PRESETS[preset], kept)
+    weights = settings.config_groups["group_0"].weights
+    if weights.group_size is not None:
+        weights.group_size = GROUP_SIZE
+    return settings
 
 
 def _compressed(weight: Tensor, preset: str) -> dict[str, Tensor]:
     model = nn.Sequential(nn.Linear(weight.shape[1], weight.shape[0], bias=False))
     linear: Any = model[0]
     linear.weight.data.copy_(weight)
-    config = _scheme(preset)
-    apply_quantization_config(model, config)
+    apply_quantization_config(model, _settings(preset, []))
     arguments = linear.quantization_scheme.weights
     groups = weight.float().unflatten(-1, (-1, arguments.group_size or weight.shape[1]))
     scale, zero_point = calculate_qparams(groups.amin(-1), groups.amax(-1), arguments)
@@ -134,10 +129,7 @@ def _compressed(weight: Tensor, preset: str) -> dict[str, Tensor]:
 def quantization_config(layout: str, kept: list[str]) -> dict[str, Any]:
     """What ``config.json`` says of a layout, with the modules that stay as they are."""
     if layout in PRESETS:
-        config = _scheme(layout)
-        config.ignore, config.quantization_status = kept, QuantizationStatus.COMPRESSED
-        content: dict[str, Any] = config.model_dump(mode="json", exclude_none=True)
-        return content
+        return written(_settings(layout, kept))
     numbers = {"bits": 4, "group_size": GROUP_SIZE}
     if layout == "awq":
         named = {"zero_point": True, "version": "gemm", "modules_to_not_convert": kept}

@@ -13,12 +13,18 @@ import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
+from compressed_tensors.quantization import (
+    QuantizationConfig,
+    QuantizationStatus,
+    preset_name_to_scheme,
+)
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.support.checkpoints import SHIPPED
+from tests.support.checkpoints import SHIPPED, copy_all_but_weights
 from tests.support.oracle import Oracle
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -49,6 +55,22 @@ def quantized_checkpoint(
 
 
 CALIBRATED = ("fp8-static", "nvfp4")
+
+
+def settings_of(preset: str, file_format: str, ignore: list[str]) -> QuantizationConfig:
+    """compressed-tensors' own of a preset, of every linear layer but these modules."""
+    return QuantizationConfig(
+        config_groups={"group_0": preset_name_to_scheme(preset, ["Linear"])},
+        ignore=ignore,
+        format=file_format,
+    )
+
+
+def written(settings: QuantizationConfig) -> dict[str, Any]:
+    """As ``config.json`` has it."""
+    settings.quantization_status = QuantizationStatus.COMPRESSED
+    content: dict[str, Any] = settings.model_dump(mode="json", exclude_none=True)
+    return content
 
 
 class QuantizedOracle(Oracle):
@@ -108,10 +130,7 @@ def modelopt_checkpoint(source: Path, folder: Path) -> Path:
     Written by hand from an NVFP4 checkpoint of ``examples/quantization/quantize.py``, since modelopt itself
     needs a GPU; names and config are as far as they are known, not compared with the published ones.
     """
-    folder.mkdir(parents=True)
-    for path in source.iterdir():
-        if "safetensors" not in path.name:
-            (folder / path.name).write_bytes(path.read_bytes())
+    copy_all_but_weights(source, folder)
     experts = load_file(source / "model.safetensors")
     tensors = {}
     for name, tensor in load_file(SHIPPED / "model.safetensors").items():
@@ -150,10 +169,7 @@ def block_checkpoint(source: Path, folder: Path, method: str, block: int = 64) -
         method: ``"fp8"`` or ``"compressed-tensors"``.
         block: Rows and columns of a block.
     """
-    folder.mkdir(parents=True)
-    for path in source.iterdir():
-        if "safetensors" not in path.name:
-            (folder / path.name).write_bytes(path.read_bytes())
+    copy_all_but_weights(source, folder)
     old = load_file(source / "model.safetensors")
     tensors = {name: tensor for name, tensor in old.items() if not name.endswith(".weight_scale")}
     end = "weight_scale_inv" if method == "fp8" else "weight_scale"

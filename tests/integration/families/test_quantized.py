@@ -9,12 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.quantization import (
-    QuantizationConfig,
-    QuantizationStatus,
-    apply_quantization_config,
-    preset_name_to_scheme,
-)
+from compressed_tensors.quantization import apply_quantization_config
 from safetensors.torch import load_file, save_file
 from vllm.lora.request import LoRARequest
 
@@ -24,28 +19,12 @@ from tests.support.families.cases import CASES, Wanted
 from tests.support.families.llada2_model import separate_experts
 from tests.support.families.model import MASK_ID, VOCAB_SIZE, TinyModel, prompt_of
 from tests.support.families.run import block_causal, causal_then_block
-from tests.support.quantized import example
+from tests.support.quantized import example, settings_of, written
 
 pytestmark = pytest.mark.engine
 
 FP8 = torch.float8_e4m3fn
 EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "wte.weight")
-
-
-def settings_of(preset: str, file_format: str, ignore: list[str]) -> QuantizationConfig:
-    """compressed-tensors' own of a preset, of every linear layer but these modules."""
-    return QuantizationConfig(
-        config_groups={"group_0": preset_name_to_scheme(preset, ["Linear"])},
-        ignore=ignore,
-        format=file_format,
-    )
-
-
-def written(settings: QuantizationConfig) -> dict[str, Any]:
-    """As ``config.json`` has it."""
-    settings.quantization_status = QuantizationStatus.COMPRESSED
-    content: dict[str, Any] = settings.model_dump(mode="json", exclude_none=True)
-    return content
 
 
 def quantized(folder: Path, ignore: list[str]) -> Path:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.support.checkpoints import SHIPPED
+from tests.support.checkpoints import SHIPPED, changed
 from tests.support.loading import load, load_in_stock, one_rank
 from tests.support.quantized import quantized_checkpoint
 from vllm_diffusion.families.diffusion_gemma.model import TwoScalarLayer
@@ -37,26 +36,6 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     schemes = ("fp8-dynamic", "nvfp4", "fp8-static")
     made = {one: quantized_checkpoint(folder / one, one, num_prompts=2) for one in schemes}
     return made | {"bf16": SHIPPED, "sdar": SDAR}
-
-
-def changed(
-    source: Path,
-    folder: Path,
-    change: Callable[[Tensors], Any] = lambda tensors: None,
-    reconfigure: Callable[[dict[str, Any]], Any] = lambda config: None,
-) -> Path:
-    """A copy of a checkpoint with its tensors and ``config.json`` changed in place."""
-    folder.mkdir()
-    for path in source.iterdir():
-        if path.suffix in (".json", ".jinja"):
-            (folder / path.name).write_bytes(path.read_bytes())
-    tensors = load_file(source / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    reconfigure(config)
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def refusal(folder: Path, **options: Any) -> str:
