@@ -7,7 +7,7 @@ answered. Behaviours:
 - ``drafts``, ``worse``, ``drafts-otherwise``: a draft that is kept, that is not kept, that changes answers.
 - ``verifies``, ``verifies-otherwise``: counts as this package's own drafts do; the latter changes answers.
 - ``empty``: says nothing. ``refuses``: every request. ``breaks``: those after the third. ``breaks-off``: ends
-  in mid-answer.
+  in mid-answer. ``hangs``: says nothing more there.
 - ``dies``: at once. ``dies later``: a second after it was found ready. ``never-ready``: does not answer.
   ``stubborn``: takes no signal. ``stays``: has no child.
 """
@@ -126,6 +126,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self.behaviour == "breaks-off":
             self.reply(200, events[0], length=10_000)
             os._exit(1)
+        if self.behaviour == "hangs":
+            self.reply(200, events[0], length=10_000)
+            time.sleep(600)
         self.reply(200, "".join(events))
 
     def reply(self, status: int, content: Any, length: int | None = None) -> None:

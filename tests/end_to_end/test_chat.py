@@ -1,0 +1,86 @@
+"""``vllm-diffusion chat`` under a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from fcntl import ioctl
+from pathlib import Path
+
+import pytest
+
+from tests.support import fake_server
+from tests.support.server import Server as VllmServer
+from vllm_diffusion.cli.server import Server
+
+# Longer than forty columns, in several canvases.
+QUESTION = "Put these words in capitals: lamp, tree, stone, river, cat, dog, bird, house."
+
+
+def command(url: str) -> list[str]:
+    return [sys.executable, "-m", "vllm_diffusion.cli.main", "chat", "--url", url]
+
+
+def terminal(url: str, key: str, *entries: tuple[bytes, bytes | signal.Signals]) -> str:
+    """What a terminal of forty columns was sent, while each entry is typed once a text is there."""
+    leader, follower = pty.openpty()
+    ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+    process = subprocess.Popen(
+        command(url),
+        env={**os.environ, "VLLM_API_KEY": key, "TERM": "xterm", "COLUMNS": "40"},
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        start_new_session=True,
+    )
+    os.close(follower)
+    shown = b""
+    for awaited, entry in entries:
+        while awaited not in shown:
+            shown += os.read(leader, 65536)
+        if isinstance(entry, signal.Signals):
+            process.send_signal(entry)
+        else:
+            os.write(leader, entry)
+    # A terminal whose program has ended cannot be read.
+    with contextlib.suppress(OSError):
+        while True:
+            shown += os.read(leader, 65536)
+    os.close(leader)
+    assert process.wait(10) == 0
+    return shown.decode()
+
+
+@pytest.mark.engine
+def test_canvas(server: VllmServer) -> None:
+    """It is drawn, its undecided tokens dim; at the end the answer stands there as without a terminal, once."""
+    typed = f"/temperature 0\n{QUESTION}\n"
+    plain = subprocess.run(
+        command(server.url), input=typed, capture_output=True, text=True, check=True
+    )
+    entries = (b"> ", b"/temperature 0\n"), (b"temperature: 0", QUESTION.encode() + b"\n")
+    shown = terminal(server.url, "", *entries, (b"tokens a step", b"/quit\n"))
+    assert "step 1 of at most" in shown
+    assert "\x1b[2m" in shown
+    answer = plain.stdout.split()
+    assert len(" ".join(answer)) > 40
+    # What is drawn last, without what moves the cursor and sets a style.
+    drawn = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", " ", shown)
+    last, _ = re.split(r"\d+ steps? on \d+ canvas", drawn)
+    assert last[last.rindex(answer[0]) :].split() == answer
+
+
+def test_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C stops the answer and not the program."""
+    monkeypatch.chdir(tmp_path)
+    with Server(fake_server.command("hangs"), report=lambda _: None) as running:
+        stop = (b"15", signal.SIGINT)
+        entries = (b"> ", b"Reverse.\n"), stop, (b"Stopped", b"/quit\n")
+        assert "Traceback" not in terminal(running.url, running.api_key, *entries)
