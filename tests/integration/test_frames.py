@@ -208,6 +208,7 @@ def test_log_probabilities_where_decided(engine: TracedEngine, prompts: list[lis
 )
 def test_preempted(asynchronous: bool) -> None:
     """A canvas that was lost begins anew, and says so; what follows is as if nothing had been."""
+    num_requests = 8
     tight = TracedEngine(
         shipped_checkpoint(),
         async_scheduling=asynchronous,
@@ -217,17 +218,20 @@ def test_preempted(asynchronous: bool) -> None:
         kv_cache_memory_bytes=1024**2,
         enable_prefix_caching=False,
     )
-    crowd = [random_prompt(20 + 9 * (i % 5), i) for i in range(12)]
+    crowd = [random_prompt(20 + 9 * (i % 5), i) for i in range(num_requests)]
     params = [
         params_of(
             {"seed": i, "ignore_eos": True, "temperature": 1.5},
             EVERY_FIELD | {"diffusion_max_steps": 6},
         )
-        for i in range(12)
+        for i in range(num_requests)
     ]
     watched = Watched(tight.llm, crowd, params)
     preempted = list(tight.preempted)
-    alone = [Watched(tight.llm, [crowd[i]], [params[i]]).outputs[0].outputs[0] for i in range(12)]
+    alone = [
+        Watched(tight.llm, [prompt], [asked]).outputs[0].outputs[0]
+        for prompt, asked in zip(crowd, params, strict=True)
+    ]
     tight.close()
     assert preempted
     frames = [frame for of_answer in watched.frames.values() for frame in of_answer]

@@ -285,7 +285,7 @@ def test_hostile_requests_do_not_starve_others(num_others, asynchronous, tmp_pat
     assert hostile <= 2 * legal
 
 
-NUM_REQUESTS = 16
+NUM_REQUESTS = 10
 
 
 @pytest.mark.parametrize(

@@ -67,18 +67,11 @@ def test_tables() -> None:
         assert [word for word in sorted(words) if f"`{word}`" not in tables[name]] == [], name
 
 
-@pytest.fixture
-def machine_with_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let commands find the files and folders that they name."""
-    monkeypatch.setattr(values.os.path, "isfile", lambda path: True)
-
-
 def test_settings_are_documented() -> None:
     """Every start-up setting and every request argument has its row."""
-    names_of_gemma = argument_names(diffusion_gemma_spec(32))
     for page, names in (
         ("docs/use/settings.md", SETTINGS),
-        ("docs/use/requests.md", names_of_gemma),
+        ("docs/use/requests.md", argument_names(diffusion_gemma_spec(32))),
     ):
         assert [name for name in names if f"`{name}`" not in text_of(page)] == []
 
@@ -123,8 +116,8 @@ def test_commands_are_understood() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-@pytest.mark.usefixtures("machine_with_everything")
-def test_own_commands_are_understood(page: Path) -> None:
+def test_own_commands_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every ``vllm-diffusion`` command of a page parses, on a machine that has what it names."""
+    monkeypatch.setattr(values.os.path, "isfile", lambda path: True)
     for command in commands(page.read_text(encoding="utf-8"), "vllm-diffusion"):
         build_parser().parse_args(command)

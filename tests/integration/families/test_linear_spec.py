@@ -181,7 +181,7 @@ def tokens_of(completions: list[Any]) -> list[list[int]]:
 
 def test_tokens(engine: TracedEngine, model: Nemotron) -> None:
     """Chunked prompts, batches, lost memory, temperatures, filters: the autoregressive loop's tokens."""
-    lengths = (1, 2, 7, 8, 9, 33, 64, 81, 100, 120, 150, 90)
+    lengths = (1, 7, 8, 9, 64, 81, 150, 120)
     prompts = [prompt_of(length, seed=length) for length in lengths]
     kinds = [
         {"temperature": 0.0},

@@ -109,13 +109,14 @@ def test_greedy_tokens(engine: TracedEngine, oracle: Any) -> None:
     prompts = [prompt_of(length, seed=length) for length in LENGTHS]
     engine.preempted.clear()
     outputs = engine.outputs(prompts, params(logprobs=3))
-    answers = tokens_of(outputs)
-    assert answers == [greedy_tokens(oracle, prompt, 30) for prompt in prompts]
-    assert any(len(set(answer)) > 5 for answer in answers)
+    assert any(len(set(answer)) > 5 for answer in tokens_of(outputs))
     assert engine.preempted
     for prompt, output in zip(prompts, outputs, strict=True):
         (completion,) = output.outputs
         exact = logits_of(oracle, [*prompt, *completion.token_ids])[len(prompt) - 1 : -1]
+        # What the loop's own would be: each is the likeliest behind those before it.
+        assert list(completion.token_ids) == exact.argmax(-1).tolist()
+        assert len(completion.token_ids) == 30
         for row, reported in zip(exact.log_softmax(-1), completion.logprobs, strict=True):
             for token, one in reported.items():
                 assert one.logprob == pytest.approx(float(row[token]), abs=2e-5)
