@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import io
 import tokenize
+from argparse import ArgumentParser, _SubParsersAction
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +18,11 @@ import networkx
 from rich.console import Console
 from rich.table import Table
 
+from tests.support.specs import diffusion_gemma_spec
+from vllm_diffusion.cli.main import build_parser
 from vllm_diffusion.hooks.upstream import read_symbols
+from vllm_diffusion.requests.arguments import argument_names
+from vllm_diffusion.startup.plugin_settings import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("vllm_diffusion", "attention_kernels")
@@ -155,6 +160,17 @@ def private_symbols() -> int:
     return sum(symbol.is_private for symbol in read_symbols())
 
 
+def commands() -> list[ArgumentParser]:
+    """Parsers of ``vllm-diffusion``'s commands, those of a command's own commands among them."""
+    found, waiting = [], [build_parser()]
+    while waiting:
+        parser = waiting.pop()
+        below = [a for a in parser._actions if isinstance(a, _SubParsersAction)]
+        found += [parser] * (not below)
+        waiting += [command for action in below for command in action.choices.values()]
+    return found
+
+
 def main() -> None:
     """Print the figures."""
     table = Table("figure", "now")
@@ -164,6 +180,10 @@ def main() -> None:
         ("of benchmarks, examples and docs", code_lines("benchmarks", "examples", "docs")),
         ("symbols of vLLM that are replaced", replaced_symbols()),
         ("that are private, or replaced", private_symbols()),
+        ("settings of a start", len(SETTINGS)),
+        ("arguments of a request", len(argument_names(diffusion_gemma_spec(32)))),
+        ("commands", len(commands())),
+        ("their arguments", sum(len(command._actions) - 1 for command in commands())),
         ("pairs of rooms of which one imports the other", room_arrows()),
     ):
         table.add_row(name, f"{value:,}")
