@@ -139,6 +139,7 @@ def check_parity(served: Served, name: str | None, prompt: list[int]) -> None:
     assert tokens == run.tokens
 
 
+@pytest.mark.slow
 def test_long_prompts_in_chunks(served):
     """Prompts of several passes, of which each is the encoder's, beside canvases."""
     budget = served.engine.scheduler.max_num_scheduled_tokens

@@ -56,8 +56,7 @@ def turn(engine: TracedEngine, prompt: list[int], num_tokens: int) -> Any:
     ("length", "num_tokens"),
     [
         (21, 70),
-        (33, 31),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((32, 64), (90, 96))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((33, 31), (32, 64), (90, 96))),
     ],
 )
 def test_next_turn(length: int, num_tokens: int, engine: TracedEngine) -> None:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.engine
 
 CANVAS = 32
 # The window of the shipped checkpoint is 24: contexts below it, and several times longer.
-PROMPT_LENGTHS = (17, 40, 150, 301)
+PROMPT_LENGTHS = (17, 301, *(pytest.param(length, marks=pytest.mark.slow) for length in (40, 150)))
 # What summation in another order may move a float32 logit of size 10 by, over a generation.
 LOGIT_TOLERANCE = 1e-3
 

@@ -188,7 +188,7 @@ def test_up_to_the_model_length(engine, oracle, order):
     assert list(output.token_ids[: 2 * CANVAS]) == expected.tokens
 
 
-@asynchronous_often
+@pytest.mark.slow
 def test_dummy_batches_change_nothing(engine, monkeypatch):
     """An engine of several that share experts runs them while others have work, between any passes."""
     prompts = [prompt_of(8 + i, seed=i) for i in range(3)]

@@ -334,6 +334,7 @@ def test_frames_show_drafts(engine: TracedEngine, model: Nemotron) -> None:
     assert 1 in steps
 
 
+@pytest.mark.slow
 def test_prefix_cache(engine: TracedEngine, model: Nemotron) -> None:
     """What a later prompt finds are keys and values of accepted tokens."""
     prompt = prompt_of(60, seed=41)

@@ -103,10 +103,7 @@ def test_min_p_of_one_draws_the_argmax(implementation):
 FILTERS = [(), ("top_k",), ("top_p",), ("min_p",), ("top_k", "top_p", "min_p")]
 # The kernels take seconds under the interpreter.
 DRAWN = [("reference", borders, used) for borders in ([], [12, 60]) for used in FILTERS]
-DRAWN += [
-    ("triton", [], ()),
-    pytest.param("triton", [], ("top_p",), marks=pytest.mark.slow),
-]
+DRAWN += [pytest.param("triton", [], used, marks=pytest.mark.slow) for used in ((), ("top_p",))]
 
 
 @pytest.mark.parametrize(
