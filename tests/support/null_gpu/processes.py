@@ -42,6 +42,8 @@ def environment(caches: Path, **variables: str) -> dict[str, str]:
         "TRITON_CACHE_DIR": str(caches / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        # Which of several kernels is the fastest is not looked for where none computes.
+        "TORCHINDUCTOR_DETERMINISTIC": "1",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
