@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -78,3 +79,19 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
     with shared_server(tmp_path_factory.mktemp("server")) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights, as Hugging Face's classes save them."""
+    from tests.support.checkpoints import random_checkpoint
+
+    return random_checkpoint(tmp_path_factory.mktemp("random"))
+
+
+@pytest.fixture(scope="session")
+def oracle(checkpoint: Path) -> Any:
+    """Hugging Face's own generation from ``checkpoint``, which nobody changes."""
+    from tests.support.oracle import Oracle
+
+    return Oracle(checkpoint)

@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.checkpoints import random_checkpoint
-from tests.support.oracle import Oracle
-
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
@@ -36,18 +33,6 @@ def start_log(
     logger.addHandler(caplog.handler)
     yield caplog
     logger.removeHandler(caplog.handler)
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory):
-    """Random weights, as Hugging Face's classes save them."""
-    return random_checkpoint(tmp_path_factory.mktemp("random"))
-
-
-@pytest.fixture(scope="session")
-def oracle(checkpoint):
-    """Hugging Face's own generation from ``checkpoint``, which nobody changes."""
-    return Oracle(checkpoint)
 
 
 @pytest.fixture(scope="module", params=["fused", "asynchronous"])
