@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,6 +17,7 @@ import openai
 import pytest
 
 from vllm_diffusion.cli import chat
+from vllm_diffusion.cli.answer import Answer, LiveDisplay
 from vllm_diffusion.cli.main import main
 
 # What vLLM sends behind the head of a stream that fails.
@@ -151,6 +154,20 @@ def test_failed_answers(behaviour: str, said: str, served: Served, talk: Talk) -
     _, err = talk("first\nsecond\n")
     assert err.count(said) == 2
     assert len(served.requests[-1]["messages"]) == 1
+
+
+def test_canvas_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a model writes moves no cursor, decided or not."""
+    # Drawn as in a terminal.
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    out = io.StringIO()
+    frame = SimpleNamespace(block=0, step=1, total=16, begins_anew=False, offset=0)
+    frame.tokens, frame.kept = ["\x1b[2J", "x", "\x1b[3J"], [False, True, True]
+    frame.text = "".join(frame.tokens)
+    with LiveDisplay(out) as display:
+        display.frame(frame, Answer())
+    assert "[2J" in out.getvalue()
+    assert not {"\x1b[2J", "\x1b[3J"} & {*re.findall(r"\x1b\[\dJ", out.getvalue())}
 
 
 def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
