@@ -86,7 +86,8 @@ class Server:
         """
         port = free_port()
         self.url = url or f"http://{HOST}:{port}"
-        self.api_key = os.environ.get(KEY_VARIABLE, "") if url else secrets.token_urlsafe(32)
+        # Hexadecimal: behind --api-key a hyphen at its front would make another option of it.
+        self.api_key = os.environ.get(KEY_VARIABLE, "") if url else secrets.token_hex(32)
         self._command = [part.replace("{port}", str(port)) for part in command]
         self._report = report
         self._timeout = timeout
