@@ -67,7 +67,7 @@ def test_canvas(server: VllmServer) -> None:
     )
     entries = (b"> ", b"/temperature 0\n"), (b"temperature: 0", QUESTION.encode() + b"\n")
     shown = terminal(server.url, "", *entries, (b"tokens a step", b"/quit\n"))
-    assert "step 1 of at most" in shown
+    assert "canvas 2, step 1 of at most 16" in shown
     assert "\x1b[2m" in shown
     answer = plain.stdout.split()
     assert len(" ".join(answer)) > 40

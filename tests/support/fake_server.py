@@ -123,12 +123,10 @@ class _Handler(BaseHTTPRequestHandler):
         chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
         chunks.append({"choices": [], "usage": {"completion_tokens": 3}})
         events = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks] + ["data: [DONE]\n\n"]
-        if self.behaviour == "breaks-off":
+        if self.behaviour in ("breaks-off", "hangs"):
             self.reply(200, events[0], length=10_000)
+            time.sleep(600 if self.behaviour == "hangs" else 0)
             os._exit(1)
-        if self.behaviour == "hangs":
-            self.reply(200, events[0], length=10_000)
-            time.sleep(600)
         self.reply(200, "".join(events))
 
     def reply(self, status: int, content: Any, length: int | None = None) -> None:
