@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import signal
 import sys
 import tempfile
 import time
-import tomllib
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,33 +30,10 @@ import records
 import report
 import results
 from bounded import run_bounded
+from experiments import EXPERIMENTS, Experiment
 from results import Origin, Result
 
 LOG_CHARACTERS = 4000
-
-
-@dataclass(frozen=True)
-class Experiment:
-    """One command that answers one question; ``experiments.toml`` says what each field is."""
-
-    name: str
-    answers: str
-    script: str
-    expected: float
-    limit: float
-    memory_gib: int = 0
-
-    def command(self, data: str, out: str) -> list[str]:
-        """Words to run, with the file of its rows and its folder."""
-        path, *options = shlex.split(self.script.replace("{out}", shlex.quote(out)))
-        return [sys.executable, f"benchmarks/{path}", "--data", data, *options]
-
-
-_FILE = Path(__file__).with_name("experiments.toml")
-EXPERIMENTS = tuple(
-    Experiment(name, **fields)
-    for name, fields in tomllib.loads(_FILE.read_text(encoding="utf-8")).items()
-)
 
 
 @dataclass
