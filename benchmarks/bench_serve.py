@@ -74,10 +74,20 @@ def row(
 
 
 def attention_of(log: str) -> str:
-    """The attention back end that a server's log names."""
-    found = re.search(r"Using (\w+) attention backend", log)
-    ours = re.search(r"attention ([\w.]+), scheduler", log)
-    return found.group(1) if found else ours.group(1).rpartition(".")[2] if ours else "not told"
+    """Return the attention back end that a server's log names, with FlashAttention's version.
+
+    Stock prints one line where it chooses the back end, another where the model's configuration or an
+    option has chosen it, and a third with the version.
+    """
+    if ours := re.search(r"attention ([\w., ]+), scheduler", log):
+        return ", ".join(path.rpartition(".")[2] for path in ours.group(1).split(", "))
+    found = re.search(
+        r"Using (\w+) attention backend|Using AttentionBackendEnum\.(\w+) backend", log
+    )
+    if found is None:
+        return "not told"
+    versions = sorted(set(re.findall(r"Using FlashAttention version (\d)", log)))
+    return ", ".join([found.group(1) or found.group(2), *(f"FlashAttention {v}" for v in versions)])
 
 
 def compared(rows: list[dict[str, Any]]) -> str:

@@ -28,7 +28,8 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "driver": driver and driver.splitlines()[0],
         "vllm": _version("vllm"),
-        "fa4": _version("flash-attn-4"),
+        # vLLM has its own copy of FlashAttention-4, which needs this package.
+        "cute_dsl": _version("nvidia-cutlass-dsl"),
         "torch": torch.__version__,
         "triton": _version("triton"),
     }

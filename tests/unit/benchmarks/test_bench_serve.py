@@ -75,6 +75,46 @@ def test_passes():
     assert '"fused with the next canvas"' in source
 
 
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        ("Using FLASH_ATTN attention backend out of potential backends: [...].", "FLASH_ATTN"),
+        (
+            "Using FLASH_ATTN attention backend out of ...\nUsing FlashAttention version 4",
+            "FLASH_ATTN, FlashAttention 4",
+        ),
+        ("Using AttentionBackendEnum.TRITON_ATTN backend.", "TRITON_ATTN"),
+        (
+            "Using AttentionBackendEnum.CUSTOM backend.\n"
+            "serves this model: attention a.CanvasAttentionBackend, b.Other, scheduler canvas",
+            "CanvasAttentionBackend, Other",
+        ),
+        ("INFO", "not told"),
+    ],
+)
+def test_attention_of(log: str, expected: str):
+    """The back end is read from each of the lines in which vLLM and this package name it."""
+    assert bench_serve.attention_of(log) == expected
+
+
+@pytest.mark.engine
+def test_attention_of_reads_what_vllm_prints():
+    """The lines that vLLM 0.33 logs are those that are looked for."""
+    import vllm
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    folder = Path(vllm.__file__).parent
+    lines = {
+        "platforms/cuda.py": ('"Using %s backend."', '"Using %s attention backend out of'),
+        "v1/attention/backends/flash_attn.py": ('"Using FlashAttention version %s"',),
+    }
+    for name, expected in lines.items():
+        text = (folder / name).read_text(encoding="utf-8")
+        assert [line for line in expected if line not in text] == []
+    chosen = f"Using {AttentionBackendEnum.TRITON_ATTN} backend."
+    assert bench_serve.attention_of(chosen) == "TRITON_ATTN"
+
+
 def test_failed_requests_are_refused(tmp_path):
     """A side that dropped requests has no speed, nor has one that did not answer; the log says why."""
     write_run(tmp_path, "stock", failed=1)
