@@ -1,4 +1,4 @@
-"""What the campaign found, as one table; and the same into gpu-figures.md.
+"""What the campaign found, as one table, and what it leaves open, as another; and the same into gpu-figures.md.
 
 What every experiment measured in detail is in its result's file. Results of two commits or machines never meet
 in one figure.
@@ -7,47 +7,98 @@ in one figure.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 import results
-from figures import FIGURES
+from experiments import EXPERIMENTS
+from figures import FIGURES, Figure, listed
 from records import DOCUMENT, markdown, write_part
-from results import Found, Origin
+from results import Run
 
 
-def ran(origin: Origin, found: Found) -> str:
-    """What ran of one run, and how it ended."""
-    in_order = sorted(found.values(), key=lambda result: result.started)
-    heads = ["experiment", "state", "seconds", "why", "command"]
-    rows = [
-        [one.experiment, one.state, one.seconds, one.reason.replace("|", "\\|"), f"`{one.command}`"]
-        for one in in_order
-    ]
-    return f"### {in_order[0].started[:10]}, {origin}\n\n{markdown(heads, rows)}"
+def measured(runs: Sequence[Run]) -> str:
+    """Return every figure that a GPU measured, the newest first: of each kind of GPU the newest run that has it."""
+    rows, known = [], set()
+    for run in _newest_first(runs):
+        gpu = run.origin.machine["gpu"]
+        where = f"{_model(gpu)}, {run.started[:10]}, {run.origin.commit[:7]}"
+        for i, figure in enumerate(FIGURES):
+            numbers = figure.measured(run.found)
+            if numbers is None or (i, gpu) in known:
+                continue
+            known.add((i, gpu))
+            attention = _attention(figure, run)
+            # A target of a ratio to another back end is in the table of what is open.
+            verdict = figure.verdict(numbers, attention)
+            value = "; ".join(part for part in (listed(numbers), verdict) if part)
+            peer = f"stock, {attention}" if figure.sides else figure.peer
+            rows.append([where, figure.text, value, figure.expected, peer])
+        for fact in run.facts.figures:
+            rest = [fact.get("predicted"), fact.get("peer")]
+            rows.append([where, fact["text"], fact["measured"], *rest])
+    heads = ["GPU, date, commit", "figure", "measured", "predicted (H100), estimated (H200)"]
+    return markdown([*heads, "peer, its attention"], rows)
 
 
-def table(groups: list[tuple[Origin, Found]]) -> str:
-    """Every figure with what GPUs measured of it, each where it was measured; and what ran."""
+def still_open(runs: Sequence[Run]) -> str:
+    """Return one row for each experiment whose figures or targets are open, in the campaign's order."""
+    answered = {fact.get("experiment") for run in runs for fact in run.facts.figures}
     rows = []
-    for figure in FIGURES:
-        measured = [
-            f"{value} ({origin.machine['gpu']}, {origin.commit[:7]})"
-            for origin, found in groups
-            if (value := figure.measured(found)) is not None
+    for experiment in EXPERIMENTS:
+        figures = [figure for figure in FIGURES if experiment.name in figure.experiments.split()]
+        left = [figure for figure in figures if not _is_answered(figure, runs)]
+        ran = [(run, run.found[experiment.name]) for run in runs if experiment.name in run.found]
+        if experiment.name in answered or (not left and (figures or ran)):
+            continue
+        # A target of several experiments stands beside the first.
+        targets = [
+            f"{figure.text}: {figure.target}"
+            for figure in left
+            if figure.target and figure.experiments.split()[0] == experiment.name
         ]
-        names = ", ".join(f"`{name}`" for name in figure.experiments.split())
-        predicted = "" if figure.predicted is None else f"{figure.predicted:.3g}"
-        rows.append([figure.text, figure.target, predicted, names, "; ".join(measured) or "open"])
-    heads = ["figure", "target", "predicted, H100", "experiment", "measured"]
-    return "\n".join([markdown(heads, rows), *(ran(*group) for group in groups)])
+        states = [
+            f"{result.state}, {_model(run.origin.machine['gpu'])}, {run.origin.commit[:7]}"
+            for run, result in ran
+        ]
+        rows.append(
+            [f"`{experiment.name}`", experiment.answers, "; ".join(targets), "; ".join(states)]
+        )
+    return markdown(["experiment", "what it answers", "targets", "ran"], rows)
+
+
+def _newest_first(runs: Sequence[Run]) -> list[Run]:
+    return sorted(runs, key=lambda run: run.started, reverse=True)
+
+
+def _model(gpu: str) -> str:
+    """Return a GPU's name without its maker and its memory: "H100"."""
+    return gpu.removeprefix("NVIDIA ").partition(" ")[0]
+
+
+def _attention(figure: Figure, run: Run) -> str:
+    return figure.attention(run.found, run.facts.stock_attention) if figure.sides else ""
+
+
+def _is_answered(figure: Figure, runs: Sequence[Run]) -> bool:
+    """Return whether a run has all values of a figure, and a verdict where there is a target."""
+    for run in runs:
+        numbers = figure.measured(run.found)
+        if numbers is None or None in numbers:
+            continue
+        if figure.verdict(numbers, _attention(figure, run)) is not None:
+            return True
+    return False
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the table, or write it into the document."""
+    """Print the tables, or write them into the document."""
     kept = sorted(path for path in results.RESULTS.glob("*") if path.is_dir())
-    text = table(results.read_all(options.folders or kept))
+    runs = results.read_all(options.folders or kept)
+    for name, text in (("measured", measured(runs)), ("open", still_open(runs))):
+        if options.write:
+            write_part(name, text)
+        else:
+            print(f"{name}\n\n{text}")
     if options.write:
-        write_part("campaign", text)
         print(DOCUMENT)
-    else:
-        print(text)
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tomllib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -89,11 +90,61 @@ def read(folder: Path) -> Found:
     return found
 
 
-def read_all(folders: list[Path]) -> list[tuple[Origin, Found]]:
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a run beside the rows of its results, from ``facts.toml`` in its folder.
+
+    Attributes:
+        stock_attention: Attention back end of stock's server, for rows that do not name it.
+        figures: What was measured beside the experiments: ``text`` and ``measured``, and where there are any
+            ``predicted``, ``peer`` and the ``experiment`` whose question it answers.
+    """
+
+    stock_attention: str | None = None
+    figures: list[dict[str, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Results of one commit on one machine.
+
+    Attributes:
+        origin: Of all of them.
+        found: By experiment.
+        facts: What is known beside them.
+    """
+
+    origin: Origin
+    found: Found
+    facts: Facts = field(default_factory=Facts)
+
+    @property
+    def started(self) -> str:
+        """Date and time, UTC, of its first experiment."""
+        return min(result.started for result in self.found.values())
+
+
+def read_facts(folder: Path) -> Facts:
+    """What is known of a folder's run beside its results.
+
+    Raises:
+        ValueError: If the file is not as :class:`Facts` describes it.
+    """
+    path = folder / "facts.toml"
+    if not path.is_file():
+        return Facts()
+    try:
+        return Facts(**tomllib.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is not read: {error}") from error
+
+
+def read_all(folders: list[Path]) -> list[Run]:
     """Results by their folder and their origin: somebody may have copied those of two runs into one folder."""
-    groups: dict[tuple[Path, str], tuple[Origin, Found]] = {}
+    runs: dict[tuple[Path, str], Run] = {}
     for folder in folders:
+        facts = read_facts(folder)
         for name, result in read(folder).items():
-            _, found = groups.setdefault((folder, str(result.origin)), (result.origin, {}))
-            found[name] = result
-    return list(groups.values())
+            run = runs.setdefault((folder, str(result.origin)), Run(result.origin, {}, facts))
+            run.found[name] = result
+    return list(runs.values())

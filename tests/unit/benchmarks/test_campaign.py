@@ -71,7 +71,7 @@ def test_another_run_is_never_mixed_in(tmp_path, capsys):
         assert "holds results of another run (NVIDIA H200" in capsys.readouterr().err
     run(two, line("second", row(2)), facts=other)
     (two / "second.json").rename(one / "second.json")
-    assert [list(found) for _, found in results.read_all([one])] == [["first"], ["second"]]
+    assert [list(found.found) for found in results.read_all([one])] == [["first"], ["second"]]
 
 
 def test_an_interrupted_campaign_keeps_its_rows(tmp_path):

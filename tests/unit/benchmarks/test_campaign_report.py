@@ -2,70 +2,137 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+import pytest
 import records
 import report
 import results
 from figures import FIGURES
-from results import Found, Origin, Result
+from results import Facts, Origin, Result, Run
 
 MACHINE = {"gpu": "NVIDIA H200", "driver": "580.1", "torch": "2.14", "triton": "3.8"}
 H200 = Origin("a" * 40, MACHINE | {"vllm": "0.33"})
 
 
-def results_of(origin: Origin = H200, state: str = "done", **rows: list[dict[str, Any]]) -> Found:
-    """By experiment, with a dash for each underscore."""
+def run_of(
+    started: str = "2026-12-01", facts: Facts | None = None, **rows: list[dict[str, Any]]
+) -> Run:
+    """Results by experiment, with a dash for each underscore."""
     names = {name.replace("_", "-"): some for name, some in rows.items()}
-    return {
-        name: Result(name, state, "why", "python x", origin, "2026-12-01", 3.0, some)
+    found = {
+        name: Result(name, "done", "", "python x", H200, started, 3.0, some)
         for name, some in names.items()
     }
+    return Run(H200, found, facts or Facts())
 
 
-def serving(side: str, speed: float, first: float) -> list[dict[str, Any]]:
-    keys = {"table": "serving", "side": side, "ms_to_first": first, "ms_a_pass": None}
-    return [keys | {"requests": n, "tokens_a_second": speed * n} for n in (1, 8)]
+def serving(side: str, speed: float, first: float, attention: str) -> list[dict[str, Any]]:
+    keys = {"table": "serving", "side": side, "attention": attention, "ms_to_first": first}
+    return [keys | {"requests": n, "tokens_a_second": speed * n} for n in (1, 8, 32)]
 
 
-OURS, STOCK, TUNED = serving("ours", 150, 60), serving("stock", 100, 50), serving("tuned", 120, 70)
-ATTENTION = {"table": "attention", "layer": "sliding", "requests": 1, "context": 1024}
-# A sliding layer with the query's window, which is the one that stock has.
-ATTENTION |= {"which": "stock-triton", "anchor": "query", "of_ours": 1.5}
+OURS = serving("ours", 150, 60, "CanvasAttentionBackend")
+FA4 = "FLASH_ATTN, FlashAttention 4"
+STOCK, TUNED = serving("stock", 100, 50, FA4), serving("tuned", 120, 70, FA4)
+ON_TRITON = Facts(stock_attention="TRITON_ATTN")
 
 
-def answered(table: str) -> int:
-    return len(FIGURES) - table.count("| open |")
+def lines(table: str, word: str) -> list[str]:
+    """The rows that have a word."""
+    return [line for line in table.splitlines() if word in line]
 
 
 def test_document():
-    """gpu-figures.md says what the kept results do, and no more."""
+    """gpu-figures.md begins with what was measured, and its tables are those of the kept results."""
     page = records.DOCUMENT.read_text(encoding="utf-8")
-    kept = sorted(path for path in results.RESULTS.iterdir() if path.is_dir())
-    table = report.table(results.read_all(kept))
-    assert records.with_part(page, "campaign", table) == page, (
-        "run python benchmarks/gpu/campaign.py report --write"
+    runs = results.read_all(sorted(path for path in results.RESULTS.iterdir() if path.is_dir()))
+    written = records.with_part(page, "measured", report.measured(runs))
+    written = records.with_part(written, "open", report.still_open(runs))
+    assert written == page, "run python benchmarks/gpu/campaign.py report --write"
+    first_table = page.index("\n|")
+    assert page.index("<!-- measured -->") < first_table < page.index("<!-- end of measured -->")
+
+
+def test_each_ratio_to_stock_in_the_document_names_the_back_end():
+    """The row of every figure that stock's servers are part of ends with their attention back end."""
+    page = records.DOCUMENT.read_text(encoding="utf-8")
+    table = page.partition("<!-- measured -->")[2].partition("<!-- end of measured -->")[0]
+    rows = [
+        line for figure in FIGURES if figure.sides for line in lines(table, f"| {figure.text} |")
+    ]
+    assert len(rows) >= 4
+    for row in rows:
+        assert re.search(r"\| stock, \w*(TRITON|FLASH)_ATTN[\w, ]* \|$", row), row
+
+
+def test_a_ratio_names_its_peer():
+    """The back end comes from stock's rows, or from the facts where they do not name it."""
+    named = run_of(serving_both_32=OURS + STOCK)
+    ratio = "| tokens a second over stock's at 1, 8 and 32 requests | 1.5, 1.5, 1.5"
+    assert (
+        f"; at least 1.5, 1.5, 1.5 of stock with FlashAttention 4: met | 1.13, 1.27, 1.27 | stock, {FA4} |"
+        in (lines(report.measured([named]), ratio)[0])
     )
+    silent = OURS + serving("stock", 100, 50, "not told")
+    told = run_of(serving_both_32=silent, facts=ON_TRITON)
+    assert len(lines(report.measured([told]), "| stock, TRITON_ATTN |")) == 3
+    with pytest.raises(ValueError, match=r"stock's attention back end; write stock_attention"):
+        report.measured([run_of(serving_both_32=silent)])
+
+
+def test_a_target_of_a_ratio_is_open_without_flash_attention_4():
+    """A ratio to stock on another back end neither meets nor misses the target."""
+    on_triton = OURS + serving("stock", 100, 50, "TRITON_ATTN")
+    table = report.measured([run_of(serving_both_32=on_triton)])
+    assert "| 1.5, 1.5, 1.5 |" in table
+    target = "at least 1.5, 1.5, 1.5 of stock with FlashAttention 4"
+    assert target in report.still_open([run_of(serving_both_32=on_triton)])
+    assert target not in report.still_open([run_of(serving_both_32=OURS + STOCK)])
 
 
 def test_figures_are_those_of_the_rows():
-    """Against the better stock of each; a target is met or missed, and the rest is open."""
+    """Ratios are to the better stock of each, and targets are met or missed."""
     kernels = [{"table": "kernels", "state": state} for state in ("right", "WRONG")]
-    # What the probe finds of the device is no kernel.
-    kernels.append({"table": "probe", "state": "cannot run"})
-    found = results_of(
+    # What the probe finds of the device is not a kernel.
+    probed = {"copied, GB/s": "4216", "bf16 product, TFLOP/s": "694"}
+    kernels += [{"table": "probe", "what": what, "found": found} for what, found in probed.items()]
+    shape = {"table": "attention", "layer": "sliding", "requests": 1, "context": 1024}
+    # A sliding layer with the query's window, which is the one that stock has.
+    attention = [shape | {"which": "stock-triton", "anchor": "query", "of_ours": 1.5}]
+    run = run_of(
         serving_ours=OURS,
         serving_stock=STOCK,
         serving_tuned=TUNED,
-        attention=[ATTENTION],
+        attention=attention,
         kernels=kernels,
     )
-    table = report.table([(H200, found)])
-    assert "1; over the better stock | at least 1.1 | 1.13 | `serving-ours`" in table
-    assert "| 1.25, met (NVIDIA H200, aaaaaaa) |" in table
-    assert "| 1.25, **missed** (NVIDIA H200, aaaaaaa) |" in table
-    assert table.count("| 1.2, **missed** (NVIDIA H200, aaaaaaa) |") == 2
-    assert "stock-triton over ours | none | 5.89 | `attention` | 1.5" in table
-    assert "| at most 0 |  | `kernels` | 1, **missed**" in table
-    assert "| kernels | done | 3.0 | why | `python x` |" in table
-    assert answered(table) == 9
+    table = report.measured([run])
+    assert (
+        "| tokens a second at 1, 8 and 32 requests, over the better stock | 1.25, 1.25, 1.25 |"
+        in table
+    )
+    assert lines(table, "1.2, 1.2, 1.2; at most 1, 1, 1: **missed**")
+    assert lines(table, "| 1; at most 0: **missed** |")
+    assert lines(table, "| 4,216, 694 | 3,015, 593 |")
+    row = lines(table, "attention, sliding layer, requests of 1,024 tokens: 1")[0]
+    assert "| 1.5, -, -, -, -, - | 5.89, 1, 1, -, -, - | stock-triton," in row
+    left = report.still_open([run])
+    assert not lines(left, "`serving-ours`")
+    # Its target is missed, which is an answer too.
+    assert not lines(left, "`kernels`")
+    assert lines(left, "`attention`")[0].endswith("| done, H200, aaaaaaa |")
+
+
+def test_newest_first_and_each_figure_once():
+    """Of one kind of GPU the newest run shows a figure, and the older one what the newer lacks."""
+    kernels = [{"table": "kernels", "state": "right"}]
+    by_hand = Facts(figures=[{"text": "by hand", "measured": "3", "experiment": "answers"}])
+    old = run_of("2026-12-01", by_hand, kernels=kernels, serving_ours=OURS)
+    new = run_of("2026-12-02", kernels=kernels)
+    rows = report.measured([old, new]).splitlines()[2:]
+    assert [row.split("|")[1].strip()[6:16] for row in rows] == ["2026-12-02", *["2026-12-01"] * 2]
+    assert "| by hand | 3 |" in rows[-1]
+    assert not lines(report.still_open([old, new]), "`answers`")
+    assert lines(report.still_open([new]), "`answers`")
