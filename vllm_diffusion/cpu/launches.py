@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from inspect import Parameter, Signature
 from types import SimpleNamespace
 from typing import Any, get_type_hints
 
@@ -48,4 +49,8 @@ def _launch(name: str, functions: Functions) -> Callable[..., None]:
             if grid is not None:
                 kernel[grid](*arguments, **constants)
 
+    # A launch that names all arguments names options of the compiler too, which vLLM's dispatcher takes only for a
+    # function that has the kernel's parameters.
+    parameters = [Parameter(each, Parameter.POSITIONAL_OR_KEYWORD) for each in kernel.arg_names]
+    launch.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     return launch

@@ -2,7 +2,8 @@
 
 As in :mod:`vllm_diffusion.cpu.kernels`, each function does what one launch of the kernel of the same name does, with the
 kernel's own noise: a seeded request reads the same. Numbers are added in the kernels' order, in blocks
-of as many, so that they round alike.
+of as many, so that they round alike. Two kernels do not run interpreted at all: that of ``top_k`` and
+``top_p``, which vLLM's PyTorch function replaces, and the one that counts NaNs.
 """
 
 # ruff: noqa: N803
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from vllm_diffusion.cpu.launches import Functions
 
-_GUMBEL = "vllm.v1.worker.gpu.sample.gumbel."
+_SAMPLE = "vllm.v1.worker.gpu.sample."
 
 # Floats in the dtype of what they were made from, integers in that which their use needs.
 Floats = NDArray[Any]
@@ -182,8 +183,32 @@ def bias(
                 values[stops] = kept.where(kept.isfinite(), values[stops])
 
 
+def topk_topp(
+    LOGITS: Tensor,
+    K: Tensor,
+    P: Tensor,
+    MASK_VALUE: float,
+    TOPK_ENABLED: bool,
+    TOPP_ENABLED: bool,
+) -> None:
+    """Mask what ``top_k`` and ``top_p`` of each row exclude, in place."""
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+
+    # It writes this value, and into the logits that it is given.
+    assert np.isneginf(MASK_VALUE)
+    top_k, top_p = K if TOPK_ENABLED else None, P if TOPP_ENABLED else None
+    apply_top_k_top_p_pytorch(LOGITS, top_k, top_p, allow_cpu_sync=True)
+
+
+def num_nans(logits: Tensor, num_nans: Tensor) -> None:
+    """Count the NaNs of each row, for ``VLLM_COMPUTE_NANS_IN_LOGITS``."""
+    num_nans[:] = logits.isnan().sum(dim=1)
+
+
 OVERRIDES: dict[str, Functions] = {
-    "vllm.v1.worker.gpu.sample.logit_bias._bias_kernel": (bias,),
-    _GUMBEL + "_temperature_kernel": (temperature,),
-    _GUMBEL + "_gumbel_sample_kernel": (gumbel_sample,),
+    _SAMPLE + "logit_bias._bias_kernel": (bias,),
+    _SAMPLE + "gumbel._temperature_kernel": (temperature,),
+    _SAMPLE + "gumbel._gumbel_sample_kernel": (gumbel_sample,),
+    "vllm.v1.worker.gpu.metrics.logits._num_nans_kernel": (num_nans,),
+    "vllm.v1.sample.ops.topk_topp_triton._topk_topp_kernel": (topk_topp,),
 }
