@@ -10,6 +10,7 @@ of as many, so that they round alike. Two kernels do not run interpreted at all:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,10 @@ _SAMPLE = "vllm.v1.worker.gpu.sample."
 # Floats in the dtype of what they were made from, integers in that which their use needs.
 Floats = NDArray[Any]
 Ints = NDArray[Any]
+
+# Logits that are looked at at a time for log-probabilities: vLLM has those of 1,024 tokens of a prompt, and what is
+# computed of them should not take as much again.
+_LOGITS_AT_A_TIME = 1 << 22
 
 # Keeps the noise of drafts apart from that of what verifies them.
 _DRAFT_NOISE_SALT = 1 << 30
@@ -200,6 +205,59 @@ def topk_topp(
     apply_top_k_top_p_pytorch(LOGITS, top_k, top_p, allow_cpu_sync=True)
 
 
+def _some_rows(logits: Tensor, vocab_size: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yield as many rows of ``logits`` [num_rows, vocab_size] as may be looked at together, and which."""
+    num_rows = max(1, _LOGITS_AT_A_TIME // vocab_size)
+    for first in range(0, len(logits), num_rows):
+        rows = slice(first, first + num_rows)
+        yield rows, logits[rows, :vocab_size]
+
+
+def topk_log_softmax(
+    output: Tensor, logits: Tensor, topk_ids: Tensor, vocab_size: int, BLOCK_SIZE: int
+) -> None:
+    """Compute log-probabilities of the tokens that each row lists."""
+    # The kernel's divisions and logarithms are silent too.
+    with np.errstate(all="ignore"):
+        for rows, some in _some_rows(logits, vocab_size):
+            values = some.float().numpy()
+            # A NaN is no maximum.
+            maxima = np.fmax.reduce(values, axis=1, keepdims=True)
+            sums = np.zeros(len(values), np.float32)
+            exponentials = np.exp(values - maxima)
+            for block in np.moveaxis(in_blocks(exponentials, BLOCK_SIZE, 0.0), 1, 0):
+                sums += block.sum(axis=-1)
+            listed = np.take_along_axis(values, topk_ids[rows].numpy(), axis=1)
+            output.numpy()[rows] = listed - maxima - np.log(sums)[:, None]
+
+
+def ranks(output: Tensor, logits: Tensor, token_ids: Tensor, vocab_size: int) -> None:
+    """Count the tokens of each row that are at least as likely as the one that it names.
+
+    For a token of logit minus infinity the kernel also counts what it loads after the vocabulary.
+    """
+    for rows, some in _some_rows(logits, vocab_size):
+        output[rows] = (some >= some.gather(1, token_ids[rows, None].long())).sum(dim=1)
+
+
+def prompt_logprobs_token_ids(
+    prompt_logprobs_token_ids: Tensor,
+    query_start_loc: Tensor,
+    idx_mapping: Tensor,
+    num_computed_tokens: Tensor,
+    all_token_ids: Tensor,
+) -> None:
+    """Gather the token that follows each row's in its sequence."""
+    starts = query_start_loc.tolist()
+    for row, request in enumerate(idx_mapping.tolist()):
+        first, end = starts[row], starts[row + 1]
+        following = int(num_computed_tokens[request]) + 1
+        # Where a sequence is as long as a model's may be, nothing follows the last row, which nobody reads.
+        tokens = all_token_ids[request, following : following + end - first]
+        prompt_logprobs_token_ids[first:end] = 0
+        prompt_logprobs_token_ids[first : first + len(tokens)] = tokens
+
+
 def num_nans(logits: Tensor, num_nans: Tensor) -> None:
     """Count the NaNs of each row, for ``VLLM_COMPUTE_NANS_IN_LOGITS``."""
     num_nans[:] = logits.isnan().sum(dim=1)
@@ -209,6 +267,9 @@ OVERRIDES: dict[str, Functions] = {
     _SAMPLE + "logit_bias._bias_kernel": (bias,),
     _SAMPLE + "gumbel._temperature_kernel": (temperature,),
     _SAMPLE + "gumbel._gumbel_sample_kernel": (gumbel_sample,),
+    _SAMPLE + "logprob._topk_log_softmax_kernel": (topk_log_softmax,),
+    _SAMPLE + "logprob._ranks_kernel": (ranks,),
+    _SAMPLE + "prompt_logprob._prompt_logprobs_token_ids_kernel": (prompt_logprobs_token_ids,),
     "vllm.v1.worker.gpu.metrics.logits._num_nans_kernel": (num_nans,),
     "vllm.v1.sample.ops.topk_topp_triton._topk_topp_kernel": (topk_topp,),
 }

@@ -18,7 +18,7 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 from vllm.v1.worker.gpu import input_batch
-from vllm.v1.worker.gpu.sample import gumbel, logit_bias
+from vllm.v1.worker.gpu.sample import gumbel, logit_bias, logprob, prompt_logprob
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler, rejection_sampler_utils
 from vllm.v1.worker.gpu.spec_decode.dflash import speculator as dflash
 
@@ -45,7 +45,7 @@ def copy_of(value: Any) -> Any:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().numpy().tobytes()
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 class Both:
@@ -184,6 +184,28 @@ def biases(rng: np.random.Generator) -> None:
     )
 
 
+def log_probabilities(rng: np.random.Generator) -> None:
+    rows, vocab = int(rng.integers(1, 9)), int(rng.choice([30, 1500, 9000]))
+    logits = some_logits(rng, rows, vocab)
+    # Places where a model has failed.
+    logits[torch.from_numpy(rng.random((rows, vocab)) < 0.01 * rng.integers(0, 2))] = float("nan")
+    chosen = integers(rng, 0, vocab, rows)
+    # The rank of a masked token counts what the kernel loads after the vocabulary, and ours does not.
+    where = torch.arange(rows), chosen
+    logits[where] = torch.where(logits[where].isneginf(), 0.5, logits[where])
+    logprob.compute_topk_scores(logits, int(rng.choice([0, 3, vocab])), chosen)
+    # The interpreter compares bfloat16 as integers, so that its ranks are wrong.
+    logprob.compute_token_logprobs(logits.bfloat16(), chosen[:, None])
+    batch, _ = target_pass(rng)
+    prompt_logprob.get_prompt_logprobs_token_ids(
+        batch.num_tokens,
+        batch.query_start_loc,
+        batch.idx_mapping,
+        integers(rng, 0, MAX_LEN - 20, SLOTS).int(),
+        integers(rng, 0, 300, SLOTS, MAX_LEN).int(),
+    )
+
+
 def gathering(rng: np.random.Generator) -> None:
     batch = Batch(rng, num_drafts=True)
     rejection_sampler.gather_draft_sampled(
@@ -284,9 +306,9 @@ def main() -> int:
         module, _, attribute = name.rpartition(".")
         host = importlib.import_module(module)
         setattr(host, attribute, Both(name, getattr(host, attribute), ours))
-    cases = (verification, sampling, biases, gathering, blocks_of_drafts)
+    cases = (verification, sampling, biases, log_probabilities, gathering, blocks_of_drafts)
     for case in cases:
-        for seed in range(16 if case in (verification, biases) else 4):
+        for seed in range(16 if case in (verification, biases, log_probabilities) else 4):
             with np.errstate(all="ignore"):
                 case(np.random.default_rng(seed))
     assert set(launches) == set(OVERRIDES)

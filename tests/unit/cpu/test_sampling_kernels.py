@@ -67,6 +67,36 @@ def test_filters(uses: str) -> None:
         assert torch.equal(filtered[row, left], logits[row, left])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("at_a_time", [1, 3 * VOCAB, 1 << 22])
+def test_log_probabilities(
+    at_a_time: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores and ranks are those of a softmax in float64, however many rows are computed together."""
+    monkeypatch.setattr(sampling_kernels, "_LOGITS_AT_A_TIME", at_a_time)
+    logits = some_logits(7).to(dtype)
+    listed = torch.randint(0, VOCAB, (7, 4), generator=torch.Generator().manual_seed(1))
+    scores, ranks = torch.empty(7, 4), torch.empty(7, dtype=torch.int64)
+    sampling_kernels.topk_log_softmax(scores, logits, listed, VOCAB, 1024)
+    sampling_kernels.ranks(ranks, logits, listed[:, 0], VOCAB)
+    exact = logits.double().log_softmax(-1).gather(1, listed)
+    torch.testing.assert_close(scores.double(), exact, atol=5e-6, rtol=0)
+    for row, token, rank in zip(
+        logits.tolist(), listed[:, 0].tolist(), ranks.tolist(), strict=True
+    ):
+        assert rank == sum(value >= row[token] for value in row)
+
+
+def test_tokens_of_a_prompt() -> None:
+    """Each row is scored with the token after it, and the last of the longest sequence with none."""
+    ids = torch.arange(24, dtype=torch.int32).reshape(3, 8)
+    tokens = torch.full((7,), -1)
+    sampling_kernels.prompt_logprobs_token_ids(
+        tokens, torch.tensor([0, 3, 7]), torch.tensor([2, 0]), torch.tensor([4, 9, 1]), ids
+    )
+    assert tokens.tolist() == [18, 19, 20, 5, 6, 7, 0]
+
+
 def test_nans() -> None:
     """The NaNs of each row are counted, and infinities are not."""
     logits = some_logits(3)
