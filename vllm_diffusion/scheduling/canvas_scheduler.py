@@ -114,10 +114,9 @@ class CanvasScheduling(Scheduler):
             num_read = self.spec.length - self.spec.num_given(request.num_prompt_tokens)
             request.max_tokens = min(request.max_tokens, num_read)
         if self.spec.layout.holds_sequence:
-            # Its canvas has no more: as many blocks as the model's length has room for.
-            num_prompt = request.num_prompt_tokens
-            most = self._canvas_width(request, num_prompt + request.max_tokens)
-            request.max_tokens = min(request.max_tokens, most - num_prompt)
+            # Its canvas has no more than the model's length has room for.
+            num_left = self.spec.length - request.num_prompt_tokens
+            request.max_tokens = min(request.max_tokens, num_left)
         if request.lora_request is not None:
             request.lora_request = AdapterLoad.of(request.lora_request)
         if self._prefix_hashes is not None:

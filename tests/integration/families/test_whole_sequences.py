@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +75,50 @@ def test_little_memory(tmp_path: Path, family: str, is_asynchronous: bool) -> No
     for prompt, one, output in zip(prompts, wanted, outputs, strict=True):
         tokens = list(output.outputs[0].token_ids)
         assert tokens == expected(case, model, prompt, one).tokens, len(prompt)
+
+
+@pytest.mark.parametrize(
+    ("family", "is_asynchronous"),
+    [
+        ("llada", False),
+        pytest.param("llada", True, marks=pytest.mark.slow),
+        pytest.param("illada", False, marks=pytest.mark.slow),
+        ("illada", True),
+    ],
+)
+def test_no_room_for_whole_blocks(tmp_path: Path, family: str, is_asynchronous: bool) -> None:
+    """An answer that the model's length has room for has all of its tokens; its last block is the shorter one."""
+    most = 192
+    case, model = CASES[family], CASES[family].make()
+    loop = replace(case, loop=partial(case.loop, max_length=most))
+    # Prompts and answers: whole blocks of 16 fit behind the first two alone.
+    lengths = [(20, 40), (160, 30), (150, 40), (140, 52), (181, 11), (100, 92), (177, 1), (155, 35)]
+    settings: list[dict[str, Any]] = [
+        {"strategy": "static"},
+        {"strategy": "static", "steps": 5},
+        {"strategy": "static", "temperature": 0.8},
+        {"strategy": "random", "steps": 12},
+        {"threshold": 0.2, "temperature": 0.6},
+    ]
+    prompts = [prompt_of(length, seed=3 * length) for length, _ in lengths for _ in settings]
+    wanted = [
+        Wanted(max_tokens=max_tokens, seed=i, **own)
+        for _, max_tokens in lengths
+        for i, own in enumerate(settings)
+    ]
+    options = {"max_model_len": most, "max_num_seqs": 8, "async_scheduling": is_asynchronous}
+    with TracedEngine(model.save(tmp_path), **case.options, **options) as engine:
+        outputs = engine.outputs(prompts, [one.sampling_params() for one in wanted])
+        # A request that asks for more than the model's length gets what fits.
+        (rest,) = engine.outputs(prompts[-1:], [Wanted(max_tokens=500).sampling_params()])
+    for prompt, one, output in zip(prompts, wanted, outputs, strict=True):
+        tokens = list(output.outputs[0].token_ids)
+        assert len(tokens) == one.max_tokens, len(prompt)
+        assert tokens == expected(loop, model, prompt, one).tokens, (len(prompt), one)
+        assert output.outputs[0].finish_reason == "length"
+    assert list(rest.outputs[0].token_ids) == (
+        expected(loop, model, prompts[-1], Wanted(max_tokens=most - len(prompts[-1]))).tokens
+    )
 
 
 def test_end_tokens_that_are_held_back(tmp_path: Path) -> None:

@@ -275,11 +275,12 @@ def _stable_diffcoder(asked: Asked) -> Run:
     )
 
 
-def _llada(asked: Asked, is_growing: bool = False) -> Run:
+def _llada(asked: Asked, is_growing: bool = False, max_length: int | None = None) -> Run:
     wanted, B = asked.wanted, asked.block_length
     num_blocks, steps = -(-wanted.max_tokens // B), wanted.steps or B
+    has_room = max_length is None or len(asked.prompt) + num_blocks * B <= max_length
     common = asked.common | {
-        "gen_length": num_blocks * B,
+        "gen_length": num_blocks * B if has_room else wanted.max_tokens,
         "block_length": B,
         "remasking": "random" if wanted.strategy == "random" else "low_confidence",
         "threshold": wanted.threshold if wanted.strategy == "dynamic" else None,

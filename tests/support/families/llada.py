@@ -64,23 +64,24 @@ def generate(
     ``confidence_eos_eot_inf`` holds for ``eos_id`` at temperature 0 alone is the publisher's: there noised and
     plain logits are one tensor.
 
+    Where ``gen_length`` is not a multiple of ``block_length``, which the publisher's refuses, the last block is the
+    shorter one.
+
     Raises:
-        ValueError: If ``gen_length`` is no multiple of ``block_length``, or ``steps`` none of the number of
-            blocks.
+        ValueError: If ``steps`` is no multiple of the number of blocks.
     """
-    num_blocks = gen_length // block_length
-    if gen_length % block_length or steps % num_blocks:
-        raise ValueError(
-            f"{gen_length=} and {steps=} must be multiples of {block_length=} and {num_blocks=}"
-        )
+    num_blocks = -(-gen_length // block_length)
+    if steps % num_blocks:
+        raise ValueError(f"{steps=} must be a multiple of {num_blocks=}")
     run, start = Run(), len(prompt_ids)
     x = torch.cat([torch.tensor(prompt_ids, dtype=torch.long), torch.full((gen_length,), mask_id)])
     revealed = torch.full_like(x, -1)
     everything = torch.ones(len(x), len(x), dtype=torch.bool)
     for block in range(num_blocks):
         first = start + block * block_length
-        rows = slice(first, first + block_length)
-        schedule = even_schedule(block_length, steps // num_blocks)
+        last = min(first + block_length, len(x))
+        rows = slice(first, last)
+        schedule = even_schedule(last - first, steps // num_blocks)
         for step, count in enumerate(schedule):
             masked = x[rows] == mask_id
             if not masked.any():
@@ -100,13 +101,13 @@ def generate(
             if temperature == 0:
                 tokens = logits.argmax(-1)
             else:
-                at = range(first, first + block_length)
+                at = range(first, last)
                 tokens = sample(logits / temperature, block_draws(block, step, at))
             if confidence_eos_eot_inf:
                 logits[:, [eot_id] if temperature else [eos_id, eot_id]] = -torch.inf
             p = probability(logits.double(), tokens)
             if remasking == "random":
-                p = uniform(block, step, torch.arange(first, first + block_length)).double()
+                p = uniform(block, step, torch.arange(first, last)).double()
             reveal = most_confident(p, masked, count if threshold is None else 1)
             if threshold is not None:
                 reveal = reveal | (masked & (p >= threshold))
@@ -146,7 +147,7 @@ def var_generate(
     """
     run, known = Run(), list(prompt_ids)
     uniform, sample = settings.pop("uniform"), settings.pop("sample")
-    for block in range(gen_length // block_length):
+    for block in range(-(-gen_length // block_length)):
 
         def of_block(canvas: int, step: int, positions: Tensor, block: int = block) -> Tensor:
             return uniform(block, step, positions)
@@ -158,7 +159,7 @@ def var_generate(
             model,
             known,
             steps=steps,
-            gen_length=block_length,
+            gen_length=min(block_length, gen_length - block * block_length),
             block_length=block_length,
             uniform=of_block,
             sample=drawn,

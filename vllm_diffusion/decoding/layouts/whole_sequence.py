@@ -52,8 +52,9 @@ class WholeSequence(CanvasLayout):
         block_length: int,
     ) -> int:
         room = self.length - num_prompt
-        num_blocks = min(-(-max_tokens // block_length), room // block_length)
-        return num_prompt + (num_blocks * block_length or min(max_tokens, room))
+        whole = -(-max_tokens // block_length) * block_length
+        # Without room for whole blocks the last one ends with the answer.
+        return num_prompt + (whole if whole <= room else min(max_tokens, room))
 
     def num_before(self, num_prompt: int, num_generated: int, length: int) -> int:
         return num_generated // length

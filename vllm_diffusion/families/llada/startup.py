@@ -8,7 +8,8 @@ denoised are masks, and attended. It differs:
 - An answer ends with the first end token of a finished block; there it goes on, and what follows the end token stays
   in the text. ``ignore_eos`` gives all of it.
 - An answer is rounded up to whole blocks, of which the request gets its ``max_tokens``; there other
-  lengths are refused. Where the model's length leaves no room for a block, the answer is one shorter block.
+  lengths are refused. Where the model's length leaves no room for whole blocks, the masks are ``max_tokens`` and
+  the last block is the shorter one.
 - Probabilities are float32; there they have the model's dtype, in which many are equal.
 - The mask token is never drawn, and one in the prompt stays; among equally confident positions the leftmost
   comes first.
