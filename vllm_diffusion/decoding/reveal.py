@@ -32,6 +32,28 @@ DYNAMIC, STATIC, SEQUENTIAL, ENTROPY, ENTROPY_BUDGET = STRATEGIES = (
 _USUAL_THRESHOLD = 0.9
 
 
+def even_share(steps_left: Tensor, max_steps: Tensor) -> Tensor:
+    """Return 1 - s / t of a step that begins at time t = n / N and ends at s = (n - 1) / N, [R], float64.
+
+    It is 1 / n, as BD3LM's float32 has it: there a product with it that would be a half may be rounded either
+    way. Quotients are taken in float64 and then rounded, which is the correctly rounded float32 quotient on
+    every device; a compiled division of float32 need not be.
+
+    Args:
+        steps_left: [R], integer, n, from this step to the last one, at least 1.
+        max_steps: [R], integer, N.
+
+    Source: ``reverse_mask_prob`` and ``LinearAlphaScheduler`` of ZHZisZZ/dllm at ca17675, ``alpha.py``, where the share
+    of masks at a time is 1 - (1 - time).
+    """
+
+    def masked_at(num_left: Tensor) -> Tensor:
+        return 1 - (1 - (num_left.double() / max_steps).float())
+
+    end, start = masked_at(steps_left - 1), masked_at(steps_left)
+    return 1 - (end.double() / start.double()).float().double()
+
+
 class Reveal(DecodingRule):
     """Reveal masks by their certainty or from the left; a revealed token stays.
 
@@ -95,8 +117,9 @@ class Reveal(DecodingRule):
             judges_to_end: True if an end token with no mask before it ends the canvas.
             spreads_masks: True if a canvas's masks, without given positions, are spread over the
                 steps; false if its length is.
-            rounds_to_even: True if a step's share of masks that are spread is rounded, halves to even;
-                false if it is rounded up, so that larger numbers come first.
+            rounds_to_even: True if a step's part of masks that are spread is rounded, halves to even, after a
+                product with a share in float32: see :func:`even_share`; false if it is rounded up, so that
+                larger numbers come first.
             sub_block_length: Positions of a sub-block; masks are revealed only in the first
                 sub-block that has any. ``None`` to reveal in the whole canvas.
         """
@@ -201,9 +224,9 @@ class Reveal(DecodingRule):
             # The rest of an even schedule, larger numbers first, begins with its mean rounded up.
             steps_left = (max_steps - inputs.step).clamp(min=1)
             if self.rounds_to_even:
-                # A share below a half gives no step: it is left out, and the next one has a mask.
-                share = masked.sum(dim=-1).double() / steps_left
-                return share.round().long().clamp(min=1)
+                # A part below a half gives no step: it is left out, and the next one has a mask.
+                part = masked.sum(dim=-1) * even_share(steps_left, max_steps)
+                return part.round().long().clamp(min=1)
             least = (masked.sum(dim=-1) + steps_left - 1) // steps_left
         else:
             length = inputs.canvas.shape[-1]

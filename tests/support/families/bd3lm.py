@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +29,22 @@ def visible_of(length: int, num_prompt: int, block_length: int) -> Tensor:
     return block[:, None] >= block[None, :]
 
 
+def schedule(num_masks: int, steps: int) -> list[int]:
+    """How many masks each step reveals; steps that reveal none are left out.
+
+    A step from time t to s reveals the part 1 - s / t of what is left. A time is rounded to float32, and so are the
+    mask ratio 1 - (1 - time) and the quotient of two of them; the product with the part is float64's, and rounded
+    half to even.
+    """
+    one, numbers = np.float32(1), []
+    for left in range(steps, 0, -1):
+        end, start = (one - (one - np.float32(n / steps)) for n in (left - 1, left))
+        number = int(np.round(num_masks * (1 - float(end / start))))
+        num_masks -= number
+        numbers.append(number)
+    return [number for number in numbers if number]
+
+
 @torch.no_grad()
 def generate(
     model: Model,
@@ -43,8 +60,8 @@ def generate(
 ) -> Run:
     """One request without padding; the last block is as short as what is left of ``max_new_tokens``.
 
-    A step reveals its share of the masks that are left, rounded, halves to even, those whose token is most
-    probable at temperature 1; a step whose share is 0 is left out. No end token ends it.
+    A step reveals its part of the block's masks (:func:`schedule`), those whose token is most probable at
+    temperature 1. No end token ends it.
 
     Differs from the publisher's: candidates are drawn from softmax(logits / temperature) directly,
     probabilities are float64, the leftmost of equals comes first, the ends of answers are cut by the
@@ -59,12 +76,10 @@ def generate(
         x = torch.cat([x, torch.full((length,), mask_id)])
         revealed = torch.full((length,), -1)
         visible = visible_of(len(x), num_prompt, block_size)
-        step = 0
-        for left in range(steps_per_block, 0, -1):
+        for step, number in enumerate(schedule(length, steps_per_block)):
             masked = x[start:] == mask_id
-            share = round(int(masked.sum()) / left)
-            if not masked.any() or share == 0:
-                continue
+            if not masked.any():
+                break
             run.passes.append(Pass("denoise", start, int(masked.sum())))
             logits = model(x, visible)[start:]
             if temperature == 0:
@@ -72,12 +87,11 @@ def generate(
             else:
                 tokens = sample(logits / temperature, block_draws(block, step, range(length)))
             p = probability(logits.double(), tokens)
-            reveal = most_confident(p, masked, share if threshold is None else 1)
+            reveal = most_confident(p, masked, number if threshold is None else 1)
             if threshold is not None:
                 reveal = reveal | (masked & (p >= threshold))
             x[start:] = torch.where(reveal, tokens, x[start:])
             revealed[reveal] = step
-            step += 1
         run.passes.append(Pass("commit", start, 0))
         run.revealed += revealed.tolist()
     run.tokens = x[num_prompt:].tolist()

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.families import bd3lm
 from tests.support.specs import step_inputs
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
 from vllm_diffusion.decoding.reveal import (
@@ -157,6 +158,29 @@ def test_reveal_always_ends(seed, threshold, strategy, steps, sub_block_length):
         if bool(decision.done.all()):
             return
     raise AssertionError(f"not done after {length} steps")
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_masks", [32, 16, 5])
+def test_the_schedule_of_bd3lm(num_masks: int, compiled: bool) -> None:
+    """For every number of steps each step reveals as many masks as the published float32 arithmetic says."""
+    rule = Reveal(MASK, spreads_masks=True, rounds_to_even=True)
+    num_least = torch.compile(rule.num_least) if compiled else rule.num_least
+    max_steps = torch.arange(1, 2 * 32 + 1, dtype=torch.int32)
+    left = torch.full_like(max_steps, num_masks)
+    found: list[list[int]] = [[] for _ in max_steps]
+    for step in range(num_masks):
+        masked = torch.arange(num_masks) < left[:, None]
+        inputs = step_inputs(
+            canvas=torch.where(masked, MASK, 0),
+            step=torch.full_like(max_steps, step),
+            max_steps=max_steps,
+        )
+        numbers = torch.where(left > 0, num_least(inputs, masked).minimum(left), 0)
+        for schedule, number in zip(found, numbers.tolist(), strict=True):
+            schedule.extend([number] * (number > 0))
+        left = left - numbers
+    assert found == [bd3lm.schedule(num_masks, int(steps)) for steps in max_steps]
 
 
 def _by_definition(

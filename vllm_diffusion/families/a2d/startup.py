@@ -7,7 +7,6 @@ Source: ZHZisZZ/dllm at ca17675, ``dllm/core/samplers/bd3lm.py`` and ``utils.py`
 tokens, which are 32 for each block. It differs:
 
 - Steps are those of a block; there they are those of the answer, divided by its blocks and rounded up.
-- A share of masks that lies on a half is rounded to the even number; there the rounding of a product decides some.
 - An answer ends with its first end token; there after the block that has one.
 - The padding token is a token like others; there one that is generated vanishes from later blocks.
 - Batches have no padding: a request gets what it gets alone.
