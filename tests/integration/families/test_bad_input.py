@@ -66,6 +66,37 @@ def test_refused(row: dict[str, Any], tmp_path: Path) -> None:
     assert (NO_CACHE in message) == (NO_CACHE in row["says"])
 
 
+def test_lladas_harmless_fields(tmp_path: Path) -> None:
+    """A LLaDA starts whose ``config.json`` has the published values of every field that may change layers, or null."""
+    own = tiny.llada()
+    published = {
+        "activation_type": "silu",
+        "alibi": False,
+        "attention_layer_norm": False,
+        "attention_layer_norm_with_affine": True,
+        "bias_for_layer_norm": False,
+        "block_group_size": 1,
+        "block_type": "llama",
+        "embedding_size": own.config["vocab_size"],
+        "include_bias": False,
+        "include_qkv_bias": False,
+        "input_emb_norm": False,
+        "layer_norm_type": "rms",
+        "layer_norm_with_affine": True,
+        "multi_query_attention": None,
+        "rope": True,
+        "scale_logits": False,
+    }
+    folder = own.save(tmp_path)
+    assert configure(changed(folder, **published)).model_config.diffusion is not None
+    nothing = dict.fromkeys(published)
+    assert configure(
+        changed(folder, **nothing | {"activation_type": "silu"})
+    ).model_config.diffusion
+    one_head = configure(changed(folder, n_kv_heads=1, multi_query_attention=True))
+    assert one_head.model_config.hf_config.num_key_value_heads == 1
+
+
 def test_token_that_is_null(tmp_path: Path) -> None:
     message = refusal(changed(llada2_2().save(tmp_path), delete_token_id=None))
     assert "delete_token_id=None" in message

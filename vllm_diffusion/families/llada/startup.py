@@ -82,9 +82,28 @@ _FIELDS = {
     "max_sequence_length": "max_position_embeddings",
     "activation_type": "hidden_act",
     "weight_tying": "tie_word_embeddings",
-    "include_qkv_bias": "attention_bias",
 }
 
+# Fields of ``config.json`` of LLaDA that change its layers, with the value that a Llama's layers have. A field may
+# be left out or null too.
+_SERVED: dict[str, Any] = {
+    "activation_type": "silu",
+    "alibi": False,
+    "attention_layer_norm": False,
+    "bias_for_layer_norm": False,
+    "block_group_size": 1,
+    "block_type": "llama",
+    "clip_qkv": None,
+    "embedding_layer_norm": False,
+    "include_bias": False,
+    "include_qkv_bias": False,
+    "input_emb_norm": False,
+    "layer_norm_type": "rms",
+    "layer_norm_with_affine": True,
+    "norm_after": False,
+    "rope": True,
+    "scale_logits": False,
+}
 
 # Fields of ``config.json`` of LLaDA-MoE whose layers vLLM's class does not have, with the values that mean none.
 _WITHOUT: dict[str, tuple[Any, ...]] = {
@@ -170,6 +189,23 @@ class LLaDAEngineConfig(WholeSequenceEngineConfig):
     }
     mask_token_id = 126336
     block_length = 128
+
+    @classmethod
+    def check_model(cls, model_config: ModelConfig) -> None:
+        super().check_model(model_config)
+        config = model_config.hf_config
+        # The file's embedding has a row for each id. One key head may be written as multi_query_attention too.
+        served = _SERVED | {"embedding_size": config.vocab_size}
+        if config.num_key_value_heads != 1:
+            served["multi_query_attention"] = False
+        for name, wanted in served.items():
+            value = getattr(config, _FIELDS.get(name, name), None)
+            if value not in (None, wanted):
+                of_vocabulary = ", its vocab_size" if name == "embedding_size" else ""
+                raise ValueError(
+                    f"{name}={value!r} in config.json gives layers that are not served; a LLaDA is served with "
+                    f"{name}={wanted!r}{of_vocabulary}, as those that are published."
+                )
 
     @classmethod
     def published_rule(cls, model_config: ModelConfig, settings: PluginSettings) -> PublishedRule:
