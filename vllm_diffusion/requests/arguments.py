@@ -105,6 +105,8 @@ class RequestArguments(msgspec.Struct, frozen=True, omit_defaults=True):
         shown: Reports of its canvases besides their tokens.
         settings: Settings of the decoding rule that it sets, by name, within the bounds of the rule.
         thought_end: Token ids that end a thought, where their logits are boosted; none elsewhere.
+        judging_top_k: ``top_k`` of a request at temperature 0, by which a rule judges its tokens; 0 for none.
+        judging_top_p: ``top_p``, likewise; 1 for none.
     """
 
     max_steps: int | None = None
@@ -116,6 +118,8 @@ class RequestArguments(msgspec.Struct, frozen=True, omit_defaults=True):
     shown: Shown = Shown()
     settings: Mapping[str, int | float | str] = msgspec.field(default_factory=dict)
     thought_end: tuple[int, ...] = ()
+    judging_top_k: int = 0
+    judging_top_p: float = 1.0
 
 
 _NONE = RequestArguments()

@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator
 from typing import Any, NoReturn
 
 from vllm_diffusion.hooks.replacement import replaces_call
+from vllm_diffusion.requests.greedy_filters import note_filters
 
 
 def refuse(field: str, reason: str, value: Any = None) -> NoReturn:
@@ -74,11 +75,12 @@ def _refusing_what_is_no_mapping(stock: Any, error: Any, *args: Any, **kwargs: A
 
 @replaces_call(
     "vllm.sampling_params:SamplingParams._verify_args",
-    reason="Names the field of a refusal that names it in words only.",
-    until="SamplingParams raises its refusals with their parameter.",
+    reason="Names the field of a refusal that names it in words only, and notes the filters of temperature 0, which "
+    "are erased after this check.",
+    until="SamplingParams raises its refusals with their parameter, and keeps its filters at temperature 0.",
 )
 def _naming_fields(stock_check: Any, self: Any) -> None:
-    """Check each parameter by itself, as vLLM does."""
+    """Check each parameter by itself, as vLLM does, and note filters that it erases next."""
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
 
@@ -91,6 +93,7 @@ def _naming_fields(stock_check: Any, self: Any) -> None:
             raise
         value = getattr(self, field)
         raise VLLMValidationError(message, parameter=field, value=value) from None
+    note_filters(self)
 
 
 # vLLM's modules that log what ends a stream.

@@ -26,6 +26,7 @@ from vllm_diffusion.requests.arguments import (
     parse_arguments,
 )
 from vllm_diffusion.requests.back_ends import back_end_for, follow
+from vllm_diffusion.requests.greedy_filters import noted_filters
 from vllm_diffusion.requests.refusals import refuse
 
 # What vLLM's processors have room for; a worker that is given more ends with an error.
@@ -340,6 +341,9 @@ def validate_diffusion_arguments(params: Any, spec: CanvasSpec, vocab_size: int)
         and spec.mask_token_id is None
     ):
         arguments = msgspec.structs.replace(arguments, canvas_length=params.max_tokens)
+    if spec.rule.judges_filtered:
+        top_k, top_p = noted_filters(params)
+        arguments = msgspec.structs.replace(arguments, judging_top_k=top_k, judging_top_p=top_p)
     attach_arguments(params, arguments)
 
 

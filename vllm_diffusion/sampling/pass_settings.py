@@ -146,9 +146,15 @@ class PassSettings:
     def add_request(self, slot: int, sampling_params: Any) -> None:
         """Stage the settings of ``slot``'s new owner."""
         self._is_staged = True
-        self.states.add_request(slot, sampling_params)
+        states, arguments = self.states, arguments_of(sampling_params)
+        states.add_request(slot, sampling_params)
+        # At temperature 0 vLLM has no filters, and a rule may judge by them.
+        if 0 < arguments.judging_top_k < self._slots.vocab_size:
+            states.top_k.np[slot] = arguments.judging_top_k
+        if arguments.judging_top_p < 1:
+            states.top_p.np[slot] = arguments.judging_top_p
         spec = self._slots.spec
-        settings = spec.all_settings(arguments_of(sampling_params).settings)
+        settings = spec.all_settings(arguments.settings)
         self._reads_margin[slot] = spec.rule.reads_margin(settings)
         self.token_ids.add_request(slot, sampling_params)
 

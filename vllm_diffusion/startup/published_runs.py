@@ -66,16 +66,17 @@ def published_loop(architecture: str, rule: str) -> PublishedRun | None:
 
 
 def sampling_changes(
-    served: Mapping[str, float], wanted: Mapping[str, float]
+    served: Mapping[str, float], wanted: Mapping[str, float], judges_filtered: bool = False
 ) -> dict[str, tuple[float, float]]:
     """Return the sampling parameters that differ, each with the served value and the wanted one.
 
     Args:
         served: Default values of requests; those left out are vLLM's neutral ones.
-        wanted: Values of a published run, likewise. Filters have no effect at temperature 0.
+        wanted: Values of a published run, likewise.
+        judges_filtered: True if the rule judges by filters at temperature 0 too, where others have no use for them.
     """
     served, wanted = NEUTRAL | dict(served), NEUTRAL | dict(wanted)
-    if wanted["temperature"] == 0:
+    if wanted["temperature"] == 0 and not judges_filtered:
         wanted |= {name: served[name] for name in ("top_k", "top_p", "min_p")}
     return {name: (served[name], wanted[name]) for name in NEUTRAL if served[name] != wanted[name]}
 
@@ -97,6 +98,7 @@ def log_differences(
             if name in NEUTRAL
         },
         run.sampling,
+        spec.rule.judges_filtered,
     )
     changes = {
         name: values

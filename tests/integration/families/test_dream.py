@@ -93,6 +93,14 @@ BATCHES = {
             {"temperature": 1.0, "top_k": 5, "top_p": 0.8},
         )
     ],
+    # The token is the likeliest one all the same; where it is revealed depends on what is kept.
+    "filters at temperature 0": [
+        {"length": 9 + 26 * i, "max_tokens": 40, "steps": 20, "alg": alg, **filters}
+        for i, filters in enumerate(
+            ({"top_p": 0.9}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 4, "top_p": 0.8})
+        )
+        for alg in ("entropy", "maskgit_plus", "topk_margin", "origin")
+    ],
     "alg_temp": [
         {"length": 12, "max_tokens": 20, "steps": 10, "alg": alg, "alg_temp": heat}
         for alg in ("entropy", "maskgit_plus", "topk_margin")

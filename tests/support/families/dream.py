@@ -16,10 +16,10 @@ from tests.support.families.run import (
     Sample,
     Uniform,
     block_draws,
-    draw,
     filtered,
     most_confident,
     multinomial,
+    probability,
     torch_uniform,
 )
 
@@ -43,6 +43,8 @@ def generate(
 ) -> Run:
     """All masks at once; logits are shifted by one. No end token ends it.
 
+    Filters act at temperature 0 too: a token's confidence is that of what they keep.
+
     Differs from the publisher's: a step that reveals nothing is not run, and does not count in the keys of
     draws; ``alg_temp`` draws by adding Gumbel noise, which is the same law; entropies are exact; the
     leftmost of equals comes first.
@@ -65,13 +67,15 @@ def generate(
         count = len(run.passes)
         run.passes.append(Pass("denoise", start, num_masks))
         logits = model(x, everything)[answer - 1]
-        tokens, confidence = draw(
-            logits, temperature, top_k, top_p, sample, block_draws(0, count, answer.tolist())
-        )
+        kept = filtered(logits / (temperature or 1.0), top_k, top_p)
+        if temperature == 0:
+            tokens = kept.argmax(-1)
+        else:
+            tokens = sample(kept, block_draws(0, count, answer.tolist()))
+        confidence = probability(kept, tokens)
         if alg == "origin":
             chosen = masked & ((uniform(0, count, answer) < share) | torch.tensor(is_last))
         else:
-            kept = logits if temperature == 0 else filtered(logits / temperature, top_k, top_p)
             if alg == "topk_margin":
                 first, second = kept.softmax(dim=-1).topk(2).values.unbind(-1)
                 confidence = first - second

@@ -64,3 +64,9 @@ def test_sources() -> None:
 def test_sampling_changes(served: dict, wanted: dict, changes: dict) -> None:
     """Filters mean nothing at temperature 0; a penalty does."""
     assert sampling_changes(served, wanted) == changes
+
+
+def test_sampling_changes_of_a_rule_that_judges_by_filters() -> None:
+    """A filter at temperature 0 is a difference where the rule judges by it."""
+    changes = sampling_changes({"temperature": 0.0, "top_p": 0.9}, {"temperature": 0.0}, True)
+    assert changes == {"top_p": (0.9, 1.0)}

@@ -7,7 +7,7 @@ and ``alg="entropy"`` (DreamLM/Dream at fac0a7f), where the function's default i
   ``ignore_eos`` gives all of it.
 - Steps that reveal nothing are no passes: with as many steps as tokens the first one, with twice as many half of them.
   Draws are counted by the passes that are left. ``origin`` leaves out none.
-- At temperature 0 ``top_p`` and ``top_k`` do nothing; there they change probabilities, and not the token.
+- With both filters ``top_k`` is applied first, as in vLLM; there ``top_p`` is.
 - An entropy is that of the probabilities; there 1e-10 is added to each within the logarithm.
 - The number of masks of a step is computed in float32 as there; where it is within rounding of a whole number (7 of
   524,288 pairs of step and masks with 512 steps) it may be one more or less.
