@@ -70,7 +70,6 @@ def _register_shared() -> Exception | None:
         from vllm.tool_parsers import ToolParserManager
 
         from vllm_diffusion.requests import validation
-        from vllm_diffusion.scheduling import grammars
         from vllm_diffusion.startup import engine_process, options
         from vllm_diffusion.startup.attention import register_attention
         from vllm_diffusion.weights.adapters import early_checks
@@ -78,7 +77,6 @@ def _register_shared() -> Exception | None:
         register_attention()
         engine_process.install()
         validation.install()
-        grammars.install()
         early_checks.note_command_line()
         ToolParserManager.register_lazy_module("gemma4", *_TOOL_PARSER.split(":"))
         options.install([family.architecture for family in FAMILIES], _by_model_type())

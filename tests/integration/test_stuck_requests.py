@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 from vllm import TokensPrompt
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.support.checkpoints import SHIPPED, random_checkpoint
 from tests.support.engine import TracedEngine
 from tests.support.prompts import random_prompt
 from vllm_diffusion.scheduling.constrained_canvas import ConstrainedCanvas
+from vllm_diffusion.scheduling.grammars import GuidedText
 
 pytestmark = pytest.mark.engine
 
@@ -27,8 +29,7 @@ CROWDED: Mapping[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 512}
 LEGAL: Sequence[Mapping[str, Any]] = ({"constraint": {}, "ignore_eos": True},)
 HOSTILE: Sequence[Mapping[str, Any]] = (
     {"constraint": {"regex": "a{5}"}, "bad_words": ["a"]},
-    {"constraint": {"json": {"$ref": "#"}}},
-    {"constraint": {"regex": r"ab[^\s\S]"}},
+    {"constraint": {"grammar": 'root ::= "ab" rest\nrest ::= rest "a"'}},
     {"constraint": {"grammar": 'root ::= root "a"'}},
     {"constraint": {"regex": "([xyz]{3}-){40}"}},
     {"constraint": {"regex": "[A-Z]{64}"}, "temperature": 2.0, "repetition_penalty": 100.0},
@@ -101,12 +102,24 @@ def engine(request):
         yield engine
 
 
+# No text satisfies them, which a back end does not tell before the text is written.
 EMPTY = {
+    "a grammar that never begins": {"grammar": 'root ::= root "a"'},
+    "a prefix, and then nothing": {"grammar": 'root ::= "ab" rest\nrest ::= rest "a"'},
+}
+REFUSED = {
     "a schema that is its own": {"json": {"$ref": "#"}},
     "an expression without a string": {"regex": r"[^\s\S]"},
-    "a prefix, and then nothing": {"regex": r"ab[^\s\S]"},
-    "a grammar that never begins": {"grammar": 'root ::= root "a"'},
+    "an expression that ends in none": {"regex": r"ab[^\s\S]"},
 }
+
+
+@pytest.mark.parametrize("constraint", REFUSED.values(), ids=REFUSED.keys())
+def test_empty_language_is_refused(engine, constraint):
+    """A constraint that llguidance finds to be satisfied by no text is refused before a pass."""
+    with pytest.raises(VLLMValidationError, match="satisf") as raised:
+        add(engine, "refused", constrained(engine, constraint))
+    assert raised.value.parameter == "structured_outputs"
 
 
 @pytest.mark.parametrize("constraint", EMPTY.values(), ids=EMPTY.keys())
@@ -127,7 +140,7 @@ def test_empty_language(engine, constraint):
 
 def test_dead_end_behind_an_answer(engine):
     """Where canvases were answered before, the answer ends there, with the reason."""
-    constraint = {"regex": r"[ab]{40}[^\s\S]"}
+    constraint = {"grammar": 'root ::= [ab]{40} rest\nrest ::= rest "a"'}
     add(engine, "stuck", constrained(engine, constraint, max_tokens=96))
     stuck = drain(engine)[0]["stuck"]
     assert stuck.finish_reason == "length"
@@ -173,7 +186,7 @@ def test_bad_words_keep_to_allowed_ids(engine):
     ("constraint", "stop"), [({"choice": ["one"]}, "n"), ({"regex": "a{5}"}, "a")]
 )
 def test_stop_token_within_the_language(engine, constraint, stop):
-    """vLLM lets a grammar read a stop token at its end only, so nothing can be said before it."""
+    """A stop token may only follow a text that satisfies the grammar, so nothing can be said before it."""
     (token,) = engine.llm.get_tokenizer().encode(stop, add_special_tokens=False)
     add(engine, "stuck", constrained(engine, constraint, stop_token_ids=[token]))
     stuck = drain(engine)[0]["stuck"]
@@ -202,16 +215,14 @@ def test_canvas_that_never_settles(engine, monkeypatch):
 
 def test_grammar_that_raises(engine, monkeypatch):
     """What a back end raises ends the request whose grammar it is, and no other."""
-    from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
-
-    checks = XgrammarGrammar.validate_tokens
+    checks = GuidedText.validate_tokens
 
     def validate_tokens(self, tokens):
         if getattr(self, "is_broken", False):
             raise RuntimeError("broken")
         return checks(self, tokens)
 
-    monkeypatch.setattr(XgrammarGrammar, "validate_tokens", validate_tokens)
+    monkeypatch.setattr(GuidedText, "validate_tokens", validate_tokens)
     whole = constrained(engine, {"regex": "[a-z]{5}"})
     for name in ("broken", "whole"):
         add(engine, name, whole)
@@ -230,7 +241,7 @@ def test_grammar_that_raises(engine, monkeypatch):
 def test_ended_requests_leave_nothing(engine):
     """Slots, blocks and records of requests that were ended are free."""
     for i in range(3 * NUM_SLOTS):
-        add(engine, f"stuck {i}", constrained(engine, {"regex": r"a[^\s\S]"}))
+        add(engine, f"stuck {i}", constrained(engine, EMPTY["a prefix, and then nothing"]))
     drain(engine)
     scheduler = engine.scheduler
     assert not scheduler.requests

@@ -47,3 +47,18 @@ def validate(params: Any, vllm_config: Any) -> None:
     """
     prompt: Any = {"type": "token", "prompt_token_ids": [1]}
     Processor(vllm_config).process_inputs("request", prompt, params, ("generate",))
+
+
+def checked(params: Any, spec: Any) -> None:
+    """Check a request for canvases of a description as the API process does.
+
+    Raises:
+        ValueError: If the request is refused.
+    """
+    from tests.support.vllm_configs import replan, vllm_config
+    from vllm_diffusion.requests import validation
+
+    validation.install()
+    config = vllm_config()
+    replan(config, spec=spec)
+    validate(params, config)

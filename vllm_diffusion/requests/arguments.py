@@ -225,14 +225,17 @@ def parse_arguments(
             "diffusion_canvas_length",
             f"must be {spec.length}, the length of this model's blocks; leave it out.",
         )
-    seed_canvas = _id_list(args, "diffusion_seed_canvas", vocab_size)
     expected = width or spec.length
-    if seed_canvas is not None and len(seed_canvas) != expected:
+    sent = args.get("diffusion_seed_canvas")
+    if isinstance(sent, (list, tuple)) and len(sent) != expected:
         refuse(
             "diffusion_seed_canvas",
-            f"must hold exactly {expected} token ids, one per canvas position; got "
-            f"{len(seed_canvas)}.",
+            f"must hold exactly {expected} token ids, one per canvas position; got {len(sent)}.",
         )
+    seed_canvas = _id_list(args, "diffusion_seed_canvas", vocab_size)
+    sent = args.get("diffusion_pinned")
+    if isinstance(sent, (list, tuple)) and len(sent) > expected:
+        refuse("diffusion_pinned", f"may hold {expected} positions of the canvas; got {len(sent)}.")
     pinned = _id_list(args, "diffusion_pinned", expected)
     if pinned and seed_canvas is None:
         refuse("diffusion_pinned", "needs diffusion_seed_canvas, whose tokens it holds in place.")

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
-from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,6 +24,13 @@ from vllm_diffusion.requests.refusals import refuse
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
+# A field's name, what to say after it, and its value; ``None`` where the message does not repeat it.
+Problem = tuple[str, str, Any]
+
+# What vLLM's processors have room for; a worker that is given more ends with an error.
+_MOST_ENTRIES = {"allowed_token_ids": 1024, "logit_bias": 1024, "stop_token_ids": 127}
+# Characters of a stop string or a bad word: 5 million take the tokenizer 20 s.
+MOST_OF_A_WORD = 10_000
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 UINT64_MAX = 2**64 - 1
 
@@ -87,15 +92,33 @@ REPETITION_DETECTION: Mapping[str, NumberBounds] = {
 }
 
 
-def sampling_problems(params: Any) -> Iterator[tuple[str, str, Any]]:
-    """Find the numbers of a request that are out of bounds.
+def problems(params: Any) -> Iterator[Problem]:
+    """Find lists and texts of a request that are too long, text that is none, and numbers out of bounds.
 
     Args:
         params: vLLM's ``SamplingParams``.
-
-    Yields:
-        A field's name, what to say after it, and its value.
     """
+    for field, most in _MOST_ENTRIES.items():
+        if len(getattr(params, field) or ()) > most:
+            yield (
+                field,
+                f"may have at most {most} entries; got {len(getattr(params, field))}.",
+                None,
+            )
+    for field in ("stop", "bad_words"):
+        longest = max(map(len, getattr(params, field) or ()), default=0)
+        if longest > MOST_OF_A_WORD:
+            yield (
+                field,
+                f"may hold texts of up to {MOST_OF_A_WORD} characters; got {longest}.",
+                None,
+            )
+    yield from text_problems(params)
+    yield from sampling_problems(params)
+
+
+def sampling_problems(params: Any) -> Iterator[Problem]:
+    """Find the numbers of a request that are out of bounds."""
     for field, bounds in SAMPLING_PARAMS.items():
         value = getattr(params, field)
         if value is not None and (problem := bounds.problem(value)):
@@ -118,85 +141,22 @@ def sampling_problems(params: Any) -> Iterator[tuple[str, str, Any]]:
                 yield "repetition_detection", f"{name} {problem}", value
 
 
-# llguidance, which vLLM asks where xgrammar declines, unrolls arrays as it checks them: 100,000 items
-# take it 2 s and 100 MB, 1,000,000 more than a minute, 1,000,000,000 all memory.
+# What a schema may hold: OpenAI's structured outputs have up to 5,000 properties. Python reads a part in 0.3 ms.
+MOST_PARTS = 6_000
+# llguidance has a grammar of each way to leave properties out: 1,000 take 0.1 s and 7 ms a token, 5,000 take 3 s
+# and 160 ms (a vocabulary of 262,144).
+MOST_OPTIONAL = 1_000
+# It unrolls arrays: 100,000 items take 2 s and 100 MB.
 MOST_ITEMS = 10_000
-_COUNTS = ("minItems", "maxItems")
-# It has a state for each remainder: 10,000 take 0.1 s, 1,000,000 take 20 s.
-MOST_REMAINDERS = 10_000
+# It has a state for each remainder: 5,000 take 30 ms, and from some 9,000 on it gives up.
+MOST_REMAINDERS = 5_000
+MOST_CHOICES = 10_000
+# Characters of a schema, expression, grammar or list of choices.
+MOST_CONSTRAINT = 1_000_000
 
 
-def schema_problem(structured_outputs: Any) -> str | None:
-    """Return why a constraint's schemas are not compiled; ``None`` if they may be.
-
-    Args:
-        structured_outputs: vLLM's ``StructuredOutputsParams``.
-    """
-    for text in (structured_outputs.json, structured_outputs.structural_tag):
-        try:
-            schema = json.loads(text) if isinstance(text, str) else text
-        except RecursionError:
-            return f"is nested too deeply; up to {MOST_LEVELS} levels are supported."
-        except ValueError:
-            # vLLM names what is wrong with it.
-            continue
-        # A schema that is no text has been looked at with its body, but for vllm.LLM.
-        if problem := _unsendable(schema):
-            return problem
-        num_items = sum(_counts(schema))
-        if num_items > MOST_ITEMS:
-            return (
-                f"has a schema whose minItems and maxItems add up to {num_items}; up to "
-                f"{MOST_ITEMS} are supported: lower them, or leave maxItems out."
-            )
-        # A value may have to be a multiple of several.
-        if math.lcm(*_steps(schema)) > MOST_REMAINDERS:
-            return (
-                "has a schema whose multipleOf is too large for a grammar, alone or with others: without "
-                f"zeros at the end and decimal points their least common multiple may be "
-                f"{MOST_REMAINDERS}; lower it, or leave it out."
-            )
-    return None
-
-
-def _parts(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the objects of a schema, however deep."""
-    pending = [schema]
-    while pending:
-        part = pending.pop()
-        if isinstance(part, Mapping):
-            yield part
-            pending += part.values()
-        elif isinstance(part, list):
-            pending += part
-
-
-def _counts(schema: Any) -> Iterator[int]:
-    """Yield the counts of a schema."""
-    for part in _parts(schema):
-        for name in _COUNTS:
-            if isinstance(count := part.get(name), (int, float)) and count > 0:
-                yield int(min(count, 10**18))
-
-
-def _steps(schema: Any) -> Iterator[int]:
-    """Yield the digits of the steps of a schema, less the zeros at their ends."""
-    for part in _parts(schema):
-        step = part.get("multipleOf")
-        if isinstance(step, (int, float)) and math.isfinite(step) and step > 0:
-            digits = "".join(map(str, Decimal(str(step)).as_tuple().digits))
-            yield int(digits.rstrip("0"))
-
-
-def text_problems(params: Any) -> Iterator[tuple[str, str]]:
-    """Find fields with text that is none, which cannot be sent to the engine's process.
-
-    Args:
-        params: vLLM's ``SamplingParams``.
-
-    Yields:
-        A field's name, and what to say after it.
-    """
+def text_problems(params: Any) -> Iterator[Problem]:
+    """Find fields with text that is none, which cannot be sent to the engine's process."""
     fields = {
         "stop": params.stop,
         "bad_words": params.bad_words,
@@ -208,7 +168,11 @@ def text_problems(params: Any) -> Iterator[tuple[str, str]]:
             with contextlib.suppress(OverflowError):
                 msgspec.msgpack.encode(value, enc_hook=lambda _: None)
         except UnicodeEncodeError:
-            yield field, "holds half of a surrogate pair, which no text contains; take it out."
+            yield (
+                field,
+                "holds half of a surrogate pair, which no text contains; take it out.",
+                None,
+            )
 
 
 # Python's JSON reads and writes some nine hundred levels, and templates need some of them.

@@ -1,82 +1,70 @@
-"""JSON schemas in the words that the back ends of constraints follow.
+"""JSON schemas, read once: bounded, checked for wrong types, and in the words that llguidance follows.
 
-What constrains nothing is taken out of a schema, and what has a simpler equal is written as that, so
-that a back end sees few keywords. :mod:`vllm_diffusion.requests.back_ends` defines which it follows.
+What constrains nothing is taken out of a schema, and what has a simpler equal is written as that. Each step goes
+over the schema's parts once, so that the work is linear in the schema's size.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping
+import functools
+import json
+import math
+import reprlib
+from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
-from vllm_diffusion.requests.string_formats import FORMATS, length_bounds
+from vllm_diffusion.requests import bounds
+from vllm_diffusion.requests.guidance import guidance_problem
+from vllm_diffusion.requests.string_formats import FORMATS
 
-# Keywords that hold one schema, a list of them, and schemas by name.
-_ONE = [
-    "additionalProperties",
-    "unevaluatedProperties",
-    "propertyNames",
-    "items",
-    "additionalItems",
-    "unevaluatedItems",
-    "contains",
-    "not",
-    "if",
-    "then",
-    "else",
-]
-_LIST = ["allOf", "anyOf", "oneOf", "prefixItems", "items"]
-_NAMED = [
-    "properties",
-    "patternProperties",
-    "$defs",
-    "definitions",
-    "dependentSchemas",
-    "dependencies",
-]
 # Keywords that limit no value by themselves; any other key that is not below is no keyword.
 NOTES = frozenset(
     ["$schema", "$id", "id", "$anchor", "$defs", "definitions", "$comment", "$vocabulary"]
 )
-CONSTRAINING = frozenset(
+# What llguidance has no grammar for.
+_UNKNOWN = frozenset(
+    [
+        "not",
+        "if",
+        "then",
+        "else",
+        "dependentRequired",
+        "dependentSchemas",
+        "dependencies",
+        "uniqueItems",
+        "contains",
+        "minContains",
+        "maxContains",
+        "propertyNames",
+        "unevaluatedItems",
+        "unevaluatedProperties",
+        "$dynamicRef",
+        "$dynamicAnchor",
+        "$recursiveRef",
+        "$recursiveAnchor",
+    ]
+)
+CONSTRAINING = _UNKNOWN | frozenset(
     [
         "type",
         "enum",
         "const",
         "$ref",
-        "$dynamicRef",
-        "$dynamicAnchor",
-        "$recursiveRef",
-        "$recursiveAnchor",
         "allOf",
         "anyOf",
         "oneOf",
-        "not",
-        "if",
-        "then",
-        "else",
         "properties",
         "patternProperties",
         "additionalProperties",
-        "propertyNames",
         "required",
         "minProperties",
         "maxProperties",
-        "dependentRequired",
-        "dependentSchemas",
-        "dependencies",
-        "unevaluatedProperties",
         "items",
         "prefixItems",
         "additionalItems",
-        "unevaluatedItems",
-        "contains",
-        "minContains",
-        "maxContains",
         "minItems",
         "maxItems",
-        "uniqueItems",
         "minLength",
         "maxLength",
         "pattern",
@@ -102,61 +90,207 @@ _APPLICATORS = frozenset(
         "dependencies",
     ]
 )
+_TYPES = ("null", "boolean", "number", "string", "array", "object")
+# Keywords that hold values and no schemas.
+_DATA = frozenset(["const", "enum", "default", "examples", "example"])
+# The greatest integer that llguidance writes as it is listed: a larger one gets other digits, and -2**63 ends
+# the process.
+_MOST_LISTED = 2**53
+# The place of llguidance's problem is looked for in schemas of so many parts.
+_MOST_SEARCHED = 300
+# White space between the parts of an answer: at most one space after a comma or a colon. With more an answer
+# need not end.
+_ONE_SPACE = " ?"
 
 
-def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the schemas that a schema's keywords hold, each with the keys that lead to it."""
-    for key, value in schema.items():
-        if key in _NAMED and isinstance(value, Mapping):
-            for name, inner in value.items():
-                if not isinstance(inner, list):
-                    yield (key, str(name)), inner
-        elif key in _LIST and isinstance(value, list):
-            for i, inner in enumerate(value):
-                yield (key, str(i)), inner
-        elif key in _ONE:
-            yield (key,), value
+class SchemaError(ValueError):
+    """A schema that is not followed: its place and the reason."""
 
 
-def simplified(schema: Any) -> Any:
-    """Return a schema in fewer words whose values are all valid by ``schema``.
+def guided_schema(schema: Any, white_space: str = _ONE_SPACE) -> str:
+    """Return a schema for llguidance.
+
+    Args:
+        schema: A schema, or its text.
+        white_space: Expression of what may follow a comma or a colon, and matches the empty string.
+
+    Raises:
+        SchemaError: If it is too large, malformed, or asks for what llguidance does not follow.
+    """
+    plain = plain_schema(schema)
+    for part in parts_of(plain):
+        keyword = next((key for key in part if key in _UNKNOWN), None) or large_integer(part)
+        if keyword is not None:
+            raise SchemaError(f"{place_of(plain, part)}/{keyword} is not supported")
+    separators = {"item_separator": f",{white_space}", "key_separator": f":{white_space}"}
+    plain["x-guidance"] = {"whitespace_flexible": False, **separators}
+    text = json.dumps(plain)
+    if problem := guidance_problem("json", text):
+        raise SchemaError(f"{_place_of_problem(plain, problem)}: {problem}")
+    return text
+
+
+def plain_schema(schema: Any) -> dict[str, Any]:
+    """Return a schema in fewer words, whose values are all valid by ``schema``.
 
     Objects that do not say whether they have other properties than they name have none. Where a
     value must satisfy two schemas at once that would leave nothing, so there it is left open.
 
     Args:
-        schema: Schema of a request, already bounded in depth.
+        schema: A schema, or its text.
+
+    Raises:
+        SchemaError: If it is too large or malformed.
     """
-    plain = _plain({} if schema is True else schema)
-    plain = _exclusive(plain, plain)
-    return plain if _combines(plain) else _closed(plain)
+    root = _copied(schema)
+    _check(root)
+    parts = parts_of(root)
+    for part in reversed(parts):
+        _simplify(part)
+    parts = parts_of(root)
+    for part in parts:
+        _tell_apart(part, root)
+    if not any(map(_combines, parts)):
+        for part in parts:
+            _close(part)
+    if problem := _unbounded(parts):
+        raise SchemaError(problem)
+    return root
 
 
-def _plain(schema: Any) -> Any:
-    """Copy a schema without what constrains nothing."""
-    if not isinstance(schema, Mapping):
-        return schema
-    keywords = {key: value for key, value in schema.items() if key in CONSTRAINING | NOTES}
-    for path, inner in subschemas(keywords):
-        plain = _plain(inner)
-        if len(path) == 1:
-            keywords[path[0]] = plain
-        elif isinstance(keywords[path[0]], list):
-            keywords[path[0]] = [
-                plain if str(i) == path[1] else other for i, other in enumerate(keywords[path[0]])
-            ]
-        else:
-            keywords[path[0]] = {**keywords[path[0]], path[1]: plain}
-    _drop_idle(keywords)
-    _write_format(keywords)
-    _drop_implied_lengths(keywords)
-    _write_names(keywords)
-    _write_unevaluated(keywords)
-    _write_listed(keywords)
-    return _nullable(keywords) if schema.get("nullable") is True else keywords
+def _copied(schema: Any) -> dict[str, Any]:
+    """Return a schema of the caller's own, once it is known to be no larger than a grammar may be."""
+    try:
+        root = json.loads(schema if isinstance(schema, str) else json.dumps(schema))
+    except RecursionError:
+        raise SchemaError(
+            f"is nested too deeply; up to {bounds.MOST_LEVELS} levels are supported"
+        ) from None
+    except (ValueError, TypeError) as error:
+        raise SchemaError(f"is no JSON: {error}") from None
+    if root is True:
+        return {}
+    if not isinstance(root, dict):
+        raise SchemaError(f"must be an object; got {reprlib.repr(root)}")
+    pending, count = [root], 0
+    while pending:
+        part = pending.pop()
+        if isinstance(part, (dict, list)):
+            count += 1
+            if count > bounds.MOST_PARTS:
+                raise SchemaError(
+                    f"has more than {bounds.MOST_PARTS} objects and lists; leave parts of it out"
+                )
+            pending += part.values() if isinstance(part, dict) else part
+    return root
 
 
-def _drop_idle(keywords: dict[str, Any]) -> None:
+def _check(root: dict[str, Any]) -> None:
+    """Refuse a schema in which a keyword has a value of another type than it takes.
+
+    Raises:
+        SchemaError: With the place of the value.
+    """
+    import jsonschema
+
+    pending: list[Any] = [root]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, dict):
+            _write_flags(part)
+            pending += [value for key, value in part.items() if key not in _DATA]
+        elif isinstance(part, list):
+            pending += part
+    try:
+        error = jsonschema.exceptions.best_match(_keyword_checks().iter_errors(root))
+    except RecursionError:
+        raise SchemaError("is nested too deeply; write parts of it as definitions") from None
+    if error is not None:
+        place = "".join(f"/{key}" for key in error.absolute_path)
+        reason = error.message.replace(repr(error.instance), reprlib.repr(error.instance))
+        if place.endswith("/type"):
+            reason = f"must be of {', '.join(sorted(_TYPES))} and integer; got {reprlib.repr(error.instance)}"
+        raise SchemaError(f"#{place}: {reason}")
+
+
+@functools.cache
+def _keyword_checks() -> Any:
+    """Return a check of the types of keywords: draft 7's, which is quick, with those of the newest draft.
+
+    Annotations may have any value.
+    """
+    import jsonschema
+
+    draft7 = jsonschema.Draft7Validator.META_SCHEMA
+    keywords = {
+        key: kind for key, kind in draft7["properties"].items() if key in CONSTRAINING | NOTES
+    }
+    named = {"type": "object", "additionalProperties": {"$ref": "#"}}
+    keywords |= dict.fromkeys(("$defs", "dependentSchemas"), named)
+    keywords |= dict.fromkeys(("unevaluatedItems", "unevaluatedProperties"), {"$ref": "#"})
+    keywords |= dict.fromkeys(("minContains", "maxContains"), draft7["properties"]["minItems"])
+    keywords |= dict.fromkeys(
+        ("$anchor", "$dynamicAnchor", "$dynamicRef", "$recursiveRef"), {"type": "string"}
+    )
+    keywords["prefixItems"] = draft7["properties"]["allOf"]
+    keywords["dependentRequired"] = {
+        "type": "object",
+        "additionalProperties": draft7["properties"]["required"],
+    }
+    del keywords["format"]
+    return jsonschema.Draft7Validator({**draft7, "$id": "urn:keywords", "properties": keywords})
+
+
+def _write_flags(part: dict[str, Any]) -> None:
+    """Write the bounds of OpenAPI 3.0, which say with true or false whether the bound itself is left out."""
+    for bound in ("minimum", "maximum"):
+        name, limit = f"exclusive{bound.capitalize()}", part.get(bound)
+        is_number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
+        # Otherwise these may be names of properties.
+        is_schema = is_number or isinstance(part.get("type"), (str, list))
+        if is_schema and isinstance(part.get(name), bool):
+            leaves_out = part.pop(name)
+            if leaves_out and is_number:
+                part[name] = part.pop(bound)
+
+
+def parts_of(root: Any) -> list[dict[str, Any]]:
+    """Return a schema and all schemas within it, the outer ones first.
+
+    Args:
+        root: A schema that is well formed.
+    """
+    from referencing.jsonschema import DRAFT7, DRAFT202012
+
+    parts, seen, pending = [], set(), [root]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, list):
+            pending += part
+        elif isinstance(part, dict) and id(part) not in seen:
+            seen.add(id(part))
+            parts.append(part)
+            for draft in (DRAFT202012, DRAFT7):
+                pending += draft.subresources_of(part)
+    return parts
+
+
+def _simplify(part: dict[str, Any]) -> None:
+    """Write one schema in fewer words; those within it are written already."""
+    is_nullable = part.get("nullable") is True
+    for key in part.keys() - CONSTRAINING - NOTES:
+        del part[key]
+    _drop_idle(part)
+    _write_format(part)
+    _write_names(part)
+    _write_unevaluated(part)
+    if is_nullable:
+        # As OpenAPI has it; definitions stay where they are referred to.
+        valued = {key: part.pop(key) for key in part.keys() - NOTES}
+        part["anyOf"] = [valued, {"type": "null"}]
+
+
+def _drop_idle(part: dict[str, Any]) -> None:
     """Take out keywords that say nothing with this value or without another one."""
     for key, value in (
         ("uniqueItems", False),
@@ -164,146 +298,113 @@ def _drop_idle(keywords: dict[str, Any]) -> None:
         ("minLength", 0),
         ("minProperties", 0),
     ):
-        if keywords.get(key) == value:
-            del keywords[key]
+        if part.get(key) == value:
+            del part[key]
     for key, needed in (
         ("then", "if"),
         ("else", "if"),
         ("minContains", "contains"),
         ("maxContains", "contains"),
     ):
-        if needed not in keywords:
-            keywords.pop(key, None)
-    if not keywords.keys() & {"then", "else"}:
-        keywords.pop("if", None)
-    if not isinstance(keywords.get("items"), list):
-        keywords.pop("additionalItems", None)
+        if needed not in part:
+            part.pop(key, None)
+    if not part.keys() & {"then", "else"}:
+        part.pop("if", None)
+    if not isinstance(part.get("items"), list):
+        part.pop("additionalItems", None)
 
 
-def _write_format(keywords: dict[str, Any]) -> None:
-    """Write a known format as a pattern; one that is unknown is an annotation."""
-    known = FORMATS.get(str(keywords.pop("format", None)))
-    if known is None:
-        return
-    pattern = f"^(?:{known})$"
-    if "pattern" in keywords:
-        keywords["allOf"] = [*keywords.get("allOf", ()), {"pattern": pattern}]
-    else:
-        keywords["pattern"] = pattern
+def _write_format(part: dict[str, Any]) -> None:
+    """Write a known format as a pattern; beside a pattern, which says more, or unknown it is an annotation."""
+    known = FORMATS.get(str(part.pop("format", None)))
+    if known is not None:
+        part.setdefault("pattern", f"^(?:{known})$")
 
 
-def _drop_implied_lengths(keywords: dict[str, Any]) -> None:
-    """Take out lengths that every string of the pattern has."""
-    pattern = keywords.get("pattern")
-    lengths = keywords.keys() & {"minLength", "maxLength"}
-    if not lengths or not isinstance(pattern, str) or not re.fullmatch(r"\^.*[^\\]\$", pattern):
-        return
-    if "|" in pattern and not (pattern.startswith("^(?:") and pattern[4:-2] in FORMATS.values()):
-        return
-    low, high = length_bounds(pattern)
-    try:
-        if keywords.get("minLength", 0) <= low:
-            keywords.pop("minLength", None)
-        if high is not None and high <= keywords.get("maxLength", high):
-            keywords.pop("maxLength", None)
-    except TypeError:
-        # A back end reports that it is no number.
-        return
-
-
-def _write_names(keywords: dict[str, Any]) -> None:
+def _write_names(part: dict[str, Any]) -> None:
     """Write ``propertyNames`` as properties, where the object has no others."""
-    names = keywords.get("propertyNames")
-    if names is True or (isinstance(names, Mapping) and not {*names} - {"type"} - NOTES):
+    names = part.get("propertyNames")
+    if names is True or (isinstance(names, Mapping) and not names.keys() - {"type"} - NOTES):
         if names is True or names.get("type", "string") == "string":
-            del keywords["propertyNames"]
+            del part["propertyNames"]
         return
-    if not isinstance(names, Mapping) or keywords.keys() & {"properties", "patternProperties"}:
+    if not isinstance(names, Mapping) or part.keys() & {"properties", "patternProperties"}:
         return
-    of_names = {*names} - NOTES - {"type"}
-    others = keywords.get("additionalProperties", True)
-    if of_names == {"pattern"}:
+    others = part.get("additionalProperties", True)
+    kinds = names.keys() - NOTES - {"type"}
+    if kinds == {"pattern"}:
         named = {"patternProperties": {names["pattern"]: others}}
-    elif (
-        of_names == {"enum"}
-        and isinstance(names["enum"], list)
-        and all(isinstance(name, str) for name in names["enum"])
-    ):
-        named = {"properties": dict.fromkeys(names["enum"], others)}
+    elif kinds == {"enum"} and all(isinstance(name, str) for name in names["enum"]):
+        # One copy for each name.
+        if (
+            isinstance(others, Mapping)
+            and len(names["enum"]) * len(parts_of(others)) > bounds.MOST_PARTS
+        ):
+            return
+        copied = json.dumps(others)
+        named = {"properties": {name: json.loads(copied) for name in names["enum"]}}
     else:
         return
-    del keywords["propertyNames"]
-    keywords |= named | {"additionalProperties": False}
+    del part["propertyNames"]
+    part |= named | {"additionalProperties": False}
 
 
-def _write_unevaluated(keywords: dict[str, Any]) -> None:
+def _write_unevaluated(part: dict[str, Any]) -> None:
     """Write ``unevaluated...`` as the keyword that it equals where nothing else evaluates."""
-    if keywords.keys() & _APPLICATORS:
+    if part.keys() & _APPLICATORS:
         return
-    if "unevaluatedProperties" in keywords:
-        keywords.setdefault("additionalProperties", keywords.pop("unevaluatedProperties"))
-    if "unevaluatedItems" in keywords and "contains" not in keywords:
-        keywords.setdefault("items", keywords.pop("unevaluatedItems"))
+    if "unevaluatedProperties" in part:
+        part.setdefault("additionalProperties", part.pop("unevaluatedProperties"))
+    if "unevaluatedItems" in part and "contains" not in part:
+        part.setdefault("items", part.pop("unevaluatedItems"))
 
 
-def _write_listed(keywords: dict[str, Any]) -> None:
-    """Keep the listed values that are of the schema's ``type``, and drop the type."""
-    if not keywords.keys() & {"enum", "const"} or "type" not in keywords:
+def _tell_apart(part: dict[str, Any], root: dict[str, Any]) -> None:
+    """Write ``anyOf`` for ``oneOf`` where no value fits two of the alternatives.
+
+    They list other values, are of other types, or are objects with other values of one required property.
+    """
+    if "anyOf" in part or "oneOf" not in part:
         return
-    types = keywords["type"] if isinstance(keywords["type"], list) else [keywords["type"]]
-    listed = [keywords["const"]] if "const" in keywords else keywords["enum"]
-    if not isinstance(listed, list):
-        return
-    fitting = [value for value in listed if any(_is_of(value, name) for name in types)]
-    # A list that leaves nothing stays, so that a back end reports it.
-    if fitting and ("const" in keywords or "enum" in keywords):
-        del keywords["type"]
-        if "const" not in keywords:
-            keywords["enum"] = fitting
+    listed: set[str] = set()
+    kinds: set[str] = set()
+    of_listed: set[str] = set()
+    objects = []
+    for alternative in part["oneOf"]:
+        schema = _target(alternative, root)
+        if (values := listed_values(schema)) is not None:
+            texts = {json.dumps(value, sort_keys=True) for value in values}
+            own = {kind for value in values for kind in _TYPES if is_of(value, kind)}
+            if texts & listed or own & kinds:
+                return
+            listed |= texts
+            of_listed |= own
+            continue
+        types = schema.get("type", list(_TYPES))
+        own = {
+            "number" if kind == "integer" else kind
+            for kind in ([types] if isinstance(types, str) else types)
+        }
+        if own == {"object"}:
+            objects.append(_tags(schema))
+            own = set() if len(objects) > 1 else own
+        if own & (kinds | of_listed):
+            return
+        kinds |= own
+    if len(objects) < 2 or _have_own_tags(objects):
+        part["anyOf"] = part.pop("oneOf")
 
 
-def _is_of(value: Any, name: Any) -> bool:
-    if isinstance(value, bool) or value is None:
-        return bool(name == ("null" if value is None else "boolean"))
-    if isinstance(value, (int, float)):
-        return name == "number" or (name == "integer" and float(value).is_integer())
-    kinds: dict[Any, Any] = {"string": str, "array": list, "object": Mapping}
-    return isinstance(value, kinds.get(name, ()))
+def _have_own_tags(objects: list[dict[str, set[str]]]) -> bool:
+    """Return true if one tag is of all objects, and has no value in two of them."""
+    for name in objects[0]:
+        values = [value for tags in objects for value in tags.get(name, ())]
+        if all(name in tags for tags in objects) and len(set(values)) == len(values):
+            return True
+    return False
 
 
-def _nullable(keywords: dict[str, Any]) -> dict[str, Any]:
-    """Allow null, as OpenAPI's ``nullable`` does; definitions stay where they are referred to."""
-    notes = {key: keywords.pop(key) for key in [*keywords] if key in NOTES}
-    return {**notes, "anyOf": [keywords, {"type": "null"}]}
-
-
-def _exclusive(schema: Any, root: Any) -> Any:
-    """Copy a schema with ``anyOf`` for ``oneOf`` where no value fits two of the alternatives."""
-    if isinstance(schema, list):
-        return [_exclusive(inner, root) for inner in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    keywords = _mapped(schema, lambda inner: _exclusive(inner, root))
-    alternatives = keywords.get("oneOf")
-    if isinstance(alternatives, list) and "anyOf" not in keywords:
-        seen = [_target(inner, root) for inner in alternatives]
-        if all(_differ(a, b) for i, a in enumerate(seen) for b in seen[:i]):
-            keywords["anyOf"] = keywords.pop("oneOf")
-    return keywords
-
-
-def _mapped(schema: Mapping[str, Any], write: Callable[[Any], Any]) -> dict[str, Any]:
-    """Copy a schema with what ``write`` makes of each schema, or list of them, that it holds."""
-    keywords = dict(schema)
-    for key in {*_ONE, *_LIST} & keywords.keys():
-        keywords[key] = write(keywords[key])
-    for key in {*_NAMED} & keywords.keys():
-        if isinstance(keywords[key], Mapping):
-            keywords[key] = {name: write(inner) for name, inner in keywords[key].items()}
-    return keywords
-
-
-def _target(schema: Any, root: Any) -> Mapping[str, Any]:
+def _target(schema: Any, root: dict[str, Any]) -> Mapping[str, Any]:
     """Return the definition that a schema refers to, or the schema; empty if neither is one."""
     reference = schema.get("$ref") if isinstance(schema, Mapping) else None
     if isinstance(reference, str):
@@ -313,78 +414,124 @@ def _target(schema: Any, root: Any) -> Mapping[str, Any]:
     return schema if isinstance(schema, Mapping) else {}
 
 
-def _differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return true if no value fits both: they have other types, or another value of a tag."""
-    kinds = [_kinds(schema) for schema in (one, other)]
-    if not kinds[0] & kinds[1]:
-        return True
-    if kinds != [{"object"}, {"object"}]:
-        return False
-    tags = [_tags(schema) for schema in (one, other)]
-    return any(not tags[0][name] & tags[1][name] for name in tags[0].keys() & tags[1].keys())
+def is_of(value: Any, kind: str) -> bool:
+    """Return true if a JSON value is of a type."""
+    if isinstance(value, bool) or value is None:
+        return kind == ("null" if value is None else "boolean")
+    if isinstance(value, (int, float)):
+        return kind == "number" or (kind == "integer" and float(value).is_integer())
+    kinds: dict[str, Any] = {"string": str, "array": list, "object": Mapping}
+    return isinstance(value, kinds.get(kind, ()))
 
 
-def _kinds(schema: Mapping[str, Any]) -> set[str]:
-    """Return the types of a schema's values, with a number for an integer."""
-    listed = _listed(schema)
-    if listed is not None:
-        return {
-            kind
-            for value in listed
-            for kind in ("null", "boolean", "number", "string", "array", "object")
-            if _is_of(value, kind)
-        }
-    types = schema.get("type", ["null", "boolean", "number", "string", "array", "object"])
-    types = [types] if isinstance(types, str) else types
-    return {"number" if name == "integer" else str(name) for name in types}
-
-
-def _tags(schema: Mapping[str, Any]) -> dict[str, set[str]]:
-    """Return the required properties whose values are listed strings, with these."""
-    named = schema.get("properties")
-    required = schema.get("required")
-    tags = {}
-    for name, inner in (named if isinstance(named, Mapping) else {}).items():
-        listed = _listed(inner) if isinstance(inner, Mapping) else None
-        if listed and name in (required or ()) and all(isinstance(v, str) for v in listed):
-            tags[name] = {*listed}
-    return tags
-
-
-def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
+def listed_values(schema: Mapping[str, Any]) -> list[Any] | None:
     """Return the values that a schema lists; ``None`` if it lists none."""
     listed = [schema["const"]] if "const" in schema else schema.get("enum")
     return listed if isinstance(listed, list) else None
 
 
-def _combines(schema: Any) -> bool:
-    """Return true if a value has to satisfy two schemas at once somewhere."""
-    if not isinstance(schema, Mapping):
-        return False
-    keywords = schema.keys() - NOTES
-    several = len(keywords) > 1 or (
-        isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1
-    )
-    return bool(keywords & _APPLICATORS and several) or any(
-        _combines(inner) for _, inner in subschemas(schema)
-    )
+def _tags(schema: Mapping[str, Any]) -> dict[str, set[str]]:
+    """Return the required properties whose values are listed strings, with these."""
+    tags = {}
+    required = {*schema.get("required", ())}
+    for name, inner in schema.get("properties", {}).items():
+        listed = listed_values(inner) if isinstance(inner, Mapping) else None
+        if listed and name in required and all(isinstance(value, str) for value in listed):
+            tags[name] = {*listed}
+    return tags
 
 
-def _closed(schema: Any) -> Any:
-    """Copy a schema whose objects have the properties that it names and no others, unless it allows more."""
-    if isinstance(schema, list):
-        return [_closed(inner) for inner in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    keywords = _mapped(schema, _closed)
-    named, required = keywords.get("properties"), keywords.get("required", [])
+def _combines(part: dict[str, Any]) -> bool:
+    """Return true if a value has to satisfy two schemas at once here."""
+    keywords = part.keys() - NOTES
+    return bool(keywords & _APPLICATORS) and (len(keywords) > 1 or len(part.get("allOf", ())) > 1)
+
+
+def _close(part: dict[str, Any]) -> None:
+    """Give an object the properties that it names and no others, unless it allows more."""
+    named = part.get("properties", {})
     if (
-        isinstance(named, Mapping)
-        and isinstance(required, list)
-        and not keywords.keys() & {"additionalProperties", "patternProperties"}
-        and {*map(str, required)} <= {*named}
-        and len(named) > 0
-        and keywords.get("minProperties", 0) <= len(named)
+        named
+        and not part.keys() & {"additionalProperties", "patternProperties"}
+        and {*part.get("required", ())} <= named.keys()
+        and part.get("minProperties", 0) <= len(named)
     ):
-        keywords["additionalProperties"] = False
-    return keywords
+        part["additionalProperties"] = False
+
+
+def _unbounded(parts: list[dict[str, Any]]) -> str | None:
+    """Return what would make a grammar too large; ``None`` if nothing does."""
+    items = sum(
+        int(min(part.get(key, 0), 10**18)) for part in parts for key in ("minItems", "maxItems")
+    )
+    if items > bounds.MOST_ITEMS:
+        return (
+            f"has minItems and maxItems that add up to {items}; up to {bounds.MOST_ITEMS} are supported: "
+            "lower them, or leave maxItems out"
+        )
+    remainders = 1
+    for part in parts:
+        # A value may have to be a multiple of several.
+        remainders = math.lcm(remainders, _step(part))
+        if remainders > bounds.MOST_REMAINDERS:
+            return (
+                "has a multipleOf that is too large for a grammar, alone or with others: without zeros at the end "
+                f"and decimal points their least common multiple may be {bounds.MOST_REMAINDERS}; lower it, or "
+                "leave it out"
+            )
+        optional = len(part.get("properties", ())) - len(part.get("required", ()))
+        if optional > bounds.MOST_OPTIONAL:
+            return (
+                f"has an object with {optional} properties that are not required; up to {bounds.MOST_OPTIONAL} "
+                "are supported: list them in required, or leave them out"
+            )
+    return None
+
+
+def _step(part: dict[str, Any]) -> int:
+    """Return the digits of a schema's step, less the zeros at their end."""
+    step = part.get("multipleOf", 1)
+    if not math.isfinite(step):
+        return 1
+    digits = "".join(map(str, Decimal(str(step)).as_tuple().digits))
+    return int(digits.rstrip("0") or 1)
+
+
+def large_integer(part: Mapping[str, Any], most: int = _MOST_LISTED) -> str | None:
+    """Return the keyword of a schema that lists an integer beyond ``most``, however deep; ``None`` if none does."""
+    for key in ("const", "enum"):
+        pending = [part.get(key)]
+        while pending:
+            value = pending.pop()
+            if isinstance(value, int) and abs(value) > most:
+                return f"{key}, with an integer beyond {most},"
+            if isinstance(value, (list, Mapping)):
+                pending += value.values() if isinstance(value, Mapping) else value
+    return None
+
+
+def _place_of_problem(plain: dict[str, Any], problem: str) -> str:
+    """Return the place of the innermost schema in which llguidance finds a problem."""
+    parts = parts_of(plain)
+    if len(parts) > _MOST_SEARCHED:
+        return "#"
+    shared = {key: plain[key] for key in ("$defs", "definitions") if key in plain}
+    found = plain
+    for part in parts:
+        if guidance_problem("json", json.dumps({**shared, **part})) == problem:
+            found = part
+    return place_of(plain, found)
+
+
+def place_of(root: Any, part: Any) -> str:
+    """Return the place of a schema within another, as a reference has it."""
+    pending = [("#", root)]
+    while pending:
+        path, value = pending.pop()
+        if value is part:
+            return path
+        if isinstance(value, (dict, list)):
+            for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+                name = str(key).replace("~", "~0").replace("/", "~1")
+                pending.append((f"{path}/{name}", inner))
+    return "#"

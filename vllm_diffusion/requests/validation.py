@@ -1,15 +1,16 @@
-"""Checks of diffusion requests, in the API process.
+"""Checks of a diffusion model's requests, in the API process.
 
 They replace vLLM's: what our sampler honours is accepted, and what it cannot honour is a 400 that names
-the field. Endpoints refuse fields that they cannot serve (``live/http.py``), and
-the scheduler a transfer that does not fit.
+the field. Before them an endpoint has read the body (``http.py``); after them come
+the engine and, for a transfer that does not fit, the scheduler.
 """
 
 from __future__ import annotations
 
 import copy
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -25,12 +26,11 @@ from vllm_diffusion.requests.arguments import (
     attach_arguments,
     parse_arguments,
 )
-from vllm_diffusion.requests.back_ends import back_end_for, follow
+from vllm_diffusion.requests.bounds import Problem
+from vllm_diffusion.requests.constraint import read_constraint
 from vllm_diffusion.requests.greedy_filters import noted_filters
 from vllm_diffusion.requests.refusals import refuse
 
-# What vLLM's processors have room for; a worker that is given more ends with an error.
-_MOST_ENTRIES = {"allowed_token_ids": 1024, "logit_bias": 1024, "stop_token_ids": 127}
 # Of log-probabilities that a server keeps until their tokens are emitted: room for each position of
 # each request's canvas, as wide as the widest request. A pass reports at most as many.
 MOST_LOGPROBS_BYTES = 2**30
@@ -60,16 +60,20 @@ def _checking_canvases(
     from vllm.sampling_params import SamplingParams
 
     model_config = self.model_config
-    if not model_config.is_diffusion or not isinstance(params, SamplingParams):
+    plan = getattr(model_config, "diffusion", None)
+    if plan is None or not isinstance(params, SamplingParams):
         return stock(self, request_id, prompt, params, *args, **kwargs)
     unaware = copy.copy(self)
     unaware.model_config = _NotDiffusion(model_config)
-    # Constraints are checked by check_params.
+    # Constraints are checked here.
     unaware.structured_outputs_config = None
     try:
-        check_params(params, self)
-        token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
-        _check_blocks(params, len(token_ids or ()), model_config)
+        if plan.spec is None:
+            _check_ordinary(params, self)
+        else:
+            check_params(params, self)
+            token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+            _check_blocks(params, len(token_ids or ()), model_config)
         return stock(unaware, request_id, prompt, params, *args, **kwargs)
     except Exception:
         # The next request with the same picture would leave it out, as one that the engine has.
@@ -80,36 +84,178 @@ def _checking_canvases(
         raise
 
 
+class _NotDiffusion:
+    """A model's configuration that does not say that it is a diffusion model."""
+
+    is_diffusion = False
+
+    def __init__(self, model_config: Any) -> None:
+        self._model_config = model_config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model_config, name)
+
+
 def check_params(params: Any, processor: Any) -> None:
     """Run vLLM's checks of what a request asks for, and ours of what its canvases can give.
 
     Args:
-        params: The request's ``SamplingParams``.
+        params: The request's ``SamplingParams``. They get the struct of arguments that the engine reads, and
+            their constraint is written as the engine follows it.
         processor: vLLM's ``InputProcessor`` of a diffusion model.
 
     Raises:
         VLLMValidationError: Naming the field; the server answers 400.
     """
     model_config, tokenizer = processor.model_config, processor.tokenizer
-    unaware = _NotDiffusion(model_config)
+    spec: CanvasSpec = model_config.diffusion.spec
     # First, so that ours read numbers and token ids of the vocabulary.
-    params.verify(unaware, processor.speculative_config, None, tokenizer)
-    validate_sampling_params(params, model_config)
-    _attach_thought_end(params, model_config.diffusion.spec, tokenizer)
-    check_logprobs(params, model_config, processor.scheduler_config.max_num_seqs)
-    if params.structured_outputs is not None:
-        _validate_constraint(params, unaware, processor.structured_outputs_config, tokenizer)
+    params.verify(_NotDiffusion(model_config), processor.speculative_config, None, tokenizer)
+    _refuse_first(chain(_ignored(params), bounds.problems(params), _contradictions(params, spec)))
+    arguments = parse_arguments(
+        params.extra_args,
+        spec=spec,
+        vocab_size=model_config.get_vocab_size(),
+        logprob_token_ids=params.logprob_token_ids,
+    )
+    _refuse_first(_combinations(params, arguments, spec))
+    arguments = _narrowed(params, arguments, spec)
+    if spec.rule.judges_filtered:
+        top_k, top_p = noted_filters(params)
+        arguments = msgspec.structs.replace(arguments, judging_top_k=top_k, judging_top_p=top_p)
+    arguments = _with_thought_end(params, arguments, spec, tokenizer)
+    attach_arguments(params, arguments)
+    _refuse_first(_logprobs(params, model_config, processor.scheduler_config.max_num_seqs))
+    read_constraint(params.structured_outputs, processor.structured_outputs_config)
 
 
-def _attach_thought_end(params: Any, spec: CanvasSpec, tokenizer: Any) -> None:
+def _check_ordinary(params: Any, processor: Any) -> None:
+    """Check what the autoregressive mode adds to vLLM's own checks: it has constraints of ours, and no canvas."""
+    for name in params.extra_args or {}:
+        if name.startswith(PREFIX):
+            refuse(name, "has no effect here: the server answers token after token; leave it out.")
+    read_constraint(params.structured_outputs, processor.structured_outputs_config)
+
+
+def _refuse_first(problems: Iterator[Problem]) -> None:
+    for field, reason, value in problems:
+        refuse(field, reason, value)
+
+
+def _ignored(params: Any) -> Iterator[Problem]:
+    """Find what a canvas's sampler would ignore."""
+    ignored = {
+        "watermarking": bool(params.watermarking),
+        "trace_decode_token_ids": params.trace_decode_token_ids is not None,
+    }
+    for field, is_set in ignored.items():
+        if is_set:
+            reason = (
+                "is not supported for diffusion models, which draw a canvas at once and not "
+                "token after token; leave it out."
+            )
+            yield field, reason, getattr(params, field)
+    for name in ("ec_transfer_params", "kv_transfer_params"):
+        # vLLM's protocol checks its own fields of these names, and not those within vllm_xargs.
+        value = (params.extra_args or {}).get(name)
+        if value is not None and not isinstance(value, Mapping):
+            yield name, f"must be a mapping; got {reprlib.repr(value)}.", None
+
+
+def _contradictions(params: Any, spec: CanvasSpec) -> Iterator[Problem]:
+    """Find fields of vLLM's that exclude one another, or that this model's canvases cannot honour."""
+    ends = {*params.all_stop_token_ids, *(params.stop_token_ids or ())}
+    allowed = params.allowed_token_ids
+    if params.min_tokens > 0 and allowed and ends.issuperset(allowed):
+        reason = (
+            "holds only tokens that end the request, which min_tokens forbids at first; allow "
+            "others, or leave min_tokens out."
+        )
+        yield "allowed_token_ids", reason, allowed
+    for field in ("min_tokens", "ignore_eos"):
+        if params.structured_outputs is not None and getattr(params, field):
+            reason = (
+                "cannot be combined with a structured output, which decides where the answer ends; "
+                "leave one of them out."
+            )
+            yield field, reason, getattr(params, field)
+    for field, reason in spec.refused_fields().items():
+        value = getattr(params, field)
+        if value not in (None, [], _NEUTRAL.get(field)):
+            yield field, reason, value
+    for name, reason in spec.layout.refused_arguments.items():
+        if value := (params.extra_args or {}).get(PREFIX + name):
+            yield PREFIX + name, reason, value
+
+
+def _combinations(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> Iterator[Problem]:
+    """Find what a request's own canvas leaves no room for, and settings that contradict one another.
+
+    A constraint needs a canvas that is free to draw what it demands, and a log-probability in a masked
+    model a step that decided the token, which tokens that the request brings have not.
+    """
+    if problem := spec.rule.contradiction(spec.all_settings(arguments.settings)):
+        # Its settings contradict one another, or the server's for those that are left out.
+        names, reason = problem
+        name = next(name for name in names if name in arguments.settings)
+        yield PREFIX + name, f"does not go with the rest: {reason}.", None
+    reports = params.logprobs is not None or params.logprob_token_ids
+    if reports and arguments.seed_canvas is not None and spec.mask_token_id is not None:
+        reason = (
+            "(top_logprobs, logprob_token_ids) cannot be combined with diffusion_seed_canvas in this "
+            "model, where no step decides the tokens that a request brings; leave one of them out."
+        )
+        yield "logprobs", reason, params.logprobs
+    constraints = {
+        "structured_outputs": params.structured_outputs is not None,
+        "bad_words": bool(params.bad_words),
+        "thinking_token_budget": params.thinking_token_budget is not None,
+    }
+    for field, is_set in constraints.items():
+        if is_set and (arguments.read_only or arguments.allowed_ids is not None):
+            other = "diffusion_read_only" if arguments.read_only else "diffusion_constrained"
+            yield other, f"cannot be combined with {field}; leave one of them out.", None
+    width = arguments.canvas_length or spec.length
+    if arguments.read_only and params.min_tokens > (most := min(params.max_tokens or width, width)):
+        reason = (
+            f"must be at most {most}, the tokens that diffusion_read_only reads; got "
+            f"{params.min_tokens}. Lower it, or leave it out."
+        )
+        yield "min_tokens", reason, params.min_tokens
+
+
+def _narrowed(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> RequestArguments:
+    """Return the arguments of a request for less than a canvas, with canvases no wider than it needs.
+
+    ``max_tokens`` and ``ignore_eos`` of a read-only request are set in place.
+    """
+    width = arguments.canvas_length or spec.length
+    if arguments.read_only:
+        # One canvas is the whole output, and an end token drawn into it does not end it early.
+        params.max_tokens = min(params.max_tokens or width, width)
+        params.ignore_eos = True
+    elif (
+        params.max_tokens is not None
+        and params.max_tokens < width
+        and arguments.seed_canvas is None
+        # What a masked model writes at a position depends on the masks after it.
+        and spec.mask_token_id is None
+    ):
+        return msgspec.structs.replace(arguments, canvas_length=params.max_tokens)
+    return arguments
+
+
+def _with_thought_end(
+    params: Any, arguments: RequestArguments, spec: CanvasSpec, tokenizer: Any
+) -> RequestArguments:
     """Have the engine know what ends a thought, for a request that has it made likelier.
 
     Raises:
         VLLMValidationError: Naming a field that changes the same logits.
     """
-    arguments, name = arguments_of(params), "end_think_logit_boost"
+    name = "end_think_logit_boost"
     if not spec.rule.ends_thoughts or not spec.all_settings(arguments.settings)[name]:
-        return
+        return arguments
     for field in ("logit_bias", "allowed_token_ids", "min_tokens"):
         if value := getattr(params, field):
             refuse(field, f"cannot be combined with {PREFIX}{name}; leave one of them out.", value)
@@ -119,7 +265,24 @@ def _attach_thought_end(params: Any, spec: CanvasSpec, tokenizer: Any) -> None:
             PREFIX + name,
             f"needs a tokenizer in which {THOUGHT_END} is 1 to {MOST_THOUGHT_END} tokens; leave it out.",
         )
-    attach_arguments(params, msgspec.structs.replace(arguments, thought_end=tokens))
+    return msgspec.structs.replace(arguments, thought_end=tokens)
+
+
+def _logprobs(params: Any, model_config: Any, num_slots: int) -> Iterator[Problem]:
+    """Find more log-probabilities than the server has memory for until their tokens are emitted."""
+    num_top = params.logprobs or 0
+    if num_top < 0:
+        num_top = model_config.get_vocab_size()
+    width = model_config.diffusion.spec.length
+    # Besides the likeliest tokens there is the position's own.
+    most = MOST_LOGPROBS_BYTES // (_BYTES_A_LOGPROB * num_slots * width) - 1
+    if num_top > most:
+        reason = (
+            f"(top_logprobs) may be at most {most} on this server, which keeps them for {num_slots} "
+            f"canvases of {width} tokens in {MOST_LOGPROBS_BYTES // 2**20} MiB; got "
+            f"{params.logprobs}. Lower it, or start the server with a lower --max-num-seqs."
+        )
+        yield "logprobs", reason, params.logprobs
 
 
 def _check_blocks(params: Any, num_prompt: int, model_config: Any) -> None:
@@ -138,235 +301,3 @@ def _check_blocks(params: Any, num_prompt: int, model_config: Any) -> None:
             "out for an answer that is cut.",
             max_tokens,
         )
-
-
-def _validate_constraint(
-    params: Any, model_config: Any, structured_outputs_config: Any, tokenizer: Any
-) -> None:
-    """Check a constraint as vLLM does for other models, and name the field of a refusal.
-
-    Args:
-        params: ``SamplingParams`` with a constraint.
-        model_config: vLLM's ``ModelConfig``, which does not say that it is of a diffusion model.
-        structured_outputs_config: vLLM's.
-        tokenizer: The model's.
-
-    Raises:
-        VLLMValidationError: Naming the field; the server answers 400.
-    """
-    from vllm.exceptions import VLLMClientError
-    from vllm.sampling_params import check_json_nesting
-
-    constraint = params.structured_outputs
-    config = structured_outputs_config
-    if problem := bounds.schema_problem(constraint):
-        refuse("structured_outputs", f"(response_format, tools) {problem}")
-    unfollowed = None
-    try:
-        check_json_nesting(constraint.json)
-        check_json_nesting(constraint.structural_tag, structural_tag=True)
-        if constraint.json is not None and config.backend == "auto":
-            config = copy.copy(config)
-            config.backend = back_end_for(constraint.json, tokenizer)
-        unfollowed = follow(constraint, config.backend)
-        if unfollowed is None:
-            params._validate_structured_outputs(model_config, config, tokenizer)
-    except (VLLMClientError, ValueError) as error:
-        # Some of stock's messages repeat what a compiler of grammars said, and no more.
-        remedy = ""
-        if constraint.structural_tag and config.backend not in ("auto", "xgrammar"):
-            remedy = (
-                "; required, named and strict tools need the back end xgrammar, and this "
-                f"server was started with {config.backend}"
-            )
-        refuse("structured_outputs", f"(response_format, tools): {error}{remedy}")
-    if unfollowed is not None:
-        refuse(
-            "structured_outputs",
-            f"(response_format, tools): the schema's {unfollowed}; write it without.",
-        )
-
-
-class _NotDiffusion:
-    """A model's configuration that does not say that it is a diffusion model."""
-
-    is_diffusion = False
-
-    def __init__(self, model_config: Any) -> None:
-        self._model_config = model_config
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model_config, name)
-
-
-def validate_sampling_params(params: Any, model_config: Any) -> None:
-    """Refuse what a canvas's sampler would ignore, and what contradicts itself.
-
-    Args:
-        params: The request's ``SamplingParams``.
-        model_config: vLLM's ``ModelConfig`` of a diffusion model.
-
-    Raises:
-        VLLMValidationError: Naming the field; the server answers 400.
-    """
-    ignored = {
-        "watermarking": bool(params.watermarking),
-        "trace_decode_token_ids": params.trace_decode_token_ids is not None,
-    }
-    for field, is_set in ignored.items():
-        if is_set:
-            refuse(
-                field,
-                "is not supported for diffusion models, which draw a canvas at once and not "
-                "token after token; leave it out.",
-                getattr(params, field),
-            )
-    for field, most in _MOST_ENTRIES.items():
-        if len(getattr(params, field) or ()) > most:
-            refuse(field, f"may have at most {most} entries; got {len(getattr(params, field))}.")
-    ends = {*params.all_stop_token_ids, *(params.stop_token_ids or ())}
-    if (
-        params.min_tokens > 0
-        and params.allowed_token_ids
-        and ends.issuperset(params.allowed_token_ids)
-    ):
-        refuse(
-            "allowed_token_ids",
-            "holds only tokens that end the request, which min_tokens forbids at first; allow "
-            "others, or leave min_tokens out.",
-            params.allowed_token_ids,
-        )
-    _check_transfers(params)
-    for field, reason in bounds.text_problems(params):
-        refuse(field, reason)
-    for field, reason, value in bounds.sampling_problems(params):
-        refuse(field, reason, value)
-    for field in ("min_tokens", "ignore_eos"):
-        if params.structured_outputs is not None and getattr(params, field):
-            refuse(
-                field,
-                "cannot be combined with a structured output, which decides where the answer ends; "
-                "leave one of them out.",
-                getattr(params, field),
-            )
-    spec: CanvasSpec = model_config.diffusion.spec
-    for field, reason in spec.refused_fields().items():
-        value = getattr(params, field)
-        if value not in (None, [], _NEUTRAL.get(field)):
-            refuse(field, reason, value)
-    validate_diffusion_arguments(params, spec, model_config.get_vocab_size())
-
-
-def check_logprobs(params: Any, model_config: Any, num_slots: int) -> None:
-    """Refuse more log-probabilities than the server has memory for until their tokens are emitted.
-
-    Args:
-        params: ``SamplingParams`` that vLLM has checked against ``--max-logprobs``.
-        model_config: vLLM's ``ModelConfig`` of a diffusion model.
-        num_slots: Requests that run at the same time.
-
-    Raises:
-        VLLMValidationError: Naming the field; the server answers 400.
-    """
-    num_top = params.logprobs or 0
-    if num_top < 0:
-        num_top = model_config.get_vocab_size()
-    width = model_config.diffusion.spec.length
-    # Besides the likeliest tokens there is the position's own.
-    most = MOST_LOGPROBS_BYTES // (_BYTES_A_LOGPROB * num_slots * width) - 1
-    if num_top > most:
-        refuse(
-            "logprobs",
-            f"(top_logprobs) may be at most {most} on this server, which keeps them for {num_slots} "
-            f"canvases of {width} tokens in {MOST_LOGPROBS_BYTES // 2**20} MiB; got "
-            f"{params.logprobs}. Lower it, or start the server with a lower --max-num-seqs.",
-            params.logprobs,
-        )
-
-
-def _check_transfers(params: Any) -> None:
-    """vLLM's protocol checks its own fields of these names, and not those within vllm_xargs."""
-    for name in ("ec_transfer_params", "kv_transfer_params"):
-        value = (params.extra_args or {}).get(name)
-        if value is not None and not isinstance(value, Mapping):
-            refuse(name, f"must be a mapping; got {reprlib.repr(value)}.")
-
-
-def validate_diffusion_arguments(params: Any, spec: CanvasSpec, vocab_size: int) -> None:
-    """Check ``diffusion_*`` arguments, and replace them by the struct that the engine reads.
-
-    A request for less than a canvas gets canvases no wider than it needs.
-
-    Args:
-        params: ``SamplingParams`` of the request, which get the struct. ``max_tokens`` and
-            ``ignore_eos`` of a read-only request are set in place.
-        spec: Description of the server's canvases.
-        vocab_size: Number of token ids.
-
-    Raises:
-        VLLMValidationError: Naming the field; the server answers 400.
-    """
-    for name, reason in spec.layout.refused_arguments.items():
-        if value := (params.extra_args or {}).get(PREFIX + name):
-            refuse(PREFIX + name, reason, value)
-    arguments = parse_arguments(
-        params.extra_args,
-        spec=spec,
-        vocab_size=vocab_size,
-        logprob_token_ids=params.logprob_token_ids,
-    )
-    if problem := spec.rule.contradiction(spec.all_settings(arguments.settings)):
-        # Its settings contradict one another, or the server's for those that are left out.
-        names, reason = problem
-        name = next(name for name in names if name in arguments.settings)
-        refuse(PREFIX + name, f"does not go with the rest: {reason}.")
-    _check_combination(params, arguments, spec)
-    width = arguments.canvas_length or spec.length
-    if arguments.read_only:
-        # One canvas is the whole output, and an end token drawn into it does not end it early.
-        params.max_tokens = min(params.max_tokens or width, width)
-        params.ignore_eos = True
-        if params.min_tokens > params.max_tokens:
-            refuse(
-                "min_tokens",
-                f"must be at most {params.max_tokens}, the tokens that diffusion_read_only reads; got "
-                f"{params.min_tokens}. Lower it, or leave it out.",
-                params.min_tokens,
-            )
-    elif (
-        params.max_tokens is not None
-        and params.max_tokens < width
-        and arguments.seed_canvas is None
-        # What a masked model writes at a position depends on the masks after it.
-        and spec.mask_token_id is None
-    ):
-        arguments = msgspec.structs.replace(arguments, canvas_length=params.max_tokens)
-    if spec.rule.judges_filtered:
-        top_k, top_p = noted_filters(params)
-        arguments = msgspec.structs.replace(arguments, judging_top_k=top_k, judging_top_p=top_p)
-    attach_arguments(params, arguments)
-
-
-def _check_combination(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> None:
-    """Refuse what a request's own canvas leaves no room for.
-
-    A constraint needs a canvas that is free to draw what it demands, and a log-probability in a masked
-    model a step that decided the token, which tokens that the request brings have not.
-    """
-    reports = params.logprobs is not None or params.logprob_token_ids
-    if reports and arguments.seed_canvas is not None and spec.mask_token_id is not None:
-        refuse(
-            "logprobs",
-            "(top_logprobs, logprob_token_ids) cannot be combined with diffusion_seed_canvas in this "
-            "model, where no step decides the tokens that a request brings; leave one of them out.",
-            params.logprobs,
-        )
-    constraints = {
-        "structured_outputs": params.structured_outputs is not None,
-        "bad_words": bool(params.bad_words),
-        "thinking_token_budget": params.thinking_token_budget is not None,
-    }
-    for field, is_set in constraints.items():
-        if is_set and (arguments.read_only or arguments.allowed_ids is not None):
-            other = "diffusion_read_only" if arguments.read_only else "diffusion_constrained"
-            refuse(other, f"cannot be combined with {field}; leave one of them out.")

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from vllm.config import VllmConfig
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.diffusion_scheduler import DiffusionAsyncScheduler, DiffusionScheduler
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -28,7 +29,7 @@ from vllm_diffusion.requests.arguments import arguments_of
 from vllm_diffusion.scheduling.canvas_reports import CanvasReports
 from vllm_diffusion.scheduling.constraints import Constraints
 from vllm_diffusion.scheduling.features import PromptLogprobs, ReturnedPart, SchedulerFeature
-from vllm_diffusion.scheduling.grammars import CanvasGrammars
+from vllm_diffusion.scheduling.grammars import EngineGrammars, OrdinaryGrammars
 from vllm_diffusion.scheduling.prefix_hashes import PrefixHashes
 from vllm_diffusion.scheduling.seeds import source_of_seeds
 from vllm_diffusion.scheduling.stuck_requests import StuckRequests
@@ -56,7 +57,7 @@ class CanvasScheduling(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # The engine holds this object too.
-        CanvasGrammars.of(self.structured_output_manager)
+        EngineGrammars.of(self.structured_output_manager)
         plan: DiffusionPlan = self.vllm_config.model_config.diffusion
         assert plan.spec is not None
         self.spec = spec = plan.spec
@@ -396,9 +397,16 @@ class AsyncCanvasScheduler(CanvasScheduling, DiffusionAsyncScheduler):
                 request.num_output_placeholders += num_rows
 
 
-def canvas_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> DiffusionScheduler:
-    """Make the scheduler of a diffusion model for the order that vLLM has decided on."""
+def canvas_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Scheduler:
+    """Make the scheduler of a diffusion model for the order that vLLM has decided on.
+
+    Of the autoregressive mode it is vLLM's, with grammars of ours.
+    """
     is_async = vllm_config.scheduler_config.async_scheduling
-    scheduler_cls = AsyncCanvasScheduler if is_async else CanvasScheduler
     end_with_threads()
+    if not vllm_config.model_config.is_diffusion:
+        scheduler = (AsyncScheduler if is_async else Scheduler)(vllm_config=vllm_config, **kwargs)
+        OrdinaryGrammars.of(scheduler.structured_output_manager)
+        return scheduler
+    scheduler_cls = AsyncCanvasScheduler if is_async else CanvasScheduler
     return scheduler_cls(vllm_config=vllm_config, **kwargs)

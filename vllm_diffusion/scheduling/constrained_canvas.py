@@ -112,13 +112,6 @@ def constraint_names(request: Request) -> str:
     return " with ".join(constraining_fields(params)) if params is not None else ""
 
 
-@functools.cache
-def _control_tokens(tokenizer: Any) -> frozenset[int]:
-    """Return the ids of special tokens, which stand for no text."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return frozenset(token_id for token_id, token in added.items() if token.special)
-
-
 class DeadEndError(Exception):
     """A request's constraint allows no token where its canvas stands."""
 
@@ -134,7 +127,7 @@ class ConstrainedCanvas:
 
         Args:
             request: The engine's request.
-            manager: The scheduler's ``CanvasGrammars``, which own the compiled grammar.
+            manager: The scheduler's ``EngineGrammars``, which own the compiled grammar.
         """
         assert request.sampling_params is not None
         self._request = request
@@ -147,12 +140,6 @@ class ConstrainedCanvas:
         if self._thinking is not None:
             self._thinking = self._thinking.after_prompt(request.prompt_token_ids or [])
         self._num_read = 0
-        self._controls = frozenset[int]()
-        if request.use_structured_output:
-            wanted = self._params.structured_outputs
-            # No other kind of grammar accepts them, and some back ends print a warning each time.
-            if wanted.structural_tag is None and wanted.grammar is None:
-                self._controls = _control_tokens(manager.tokenizer) - self._end_tokens
         self.begin()
 
     def begin(self) -> None:
@@ -260,13 +247,8 @@ class ConstrainedCanvas:
         """Return how many leading tokens the grammar accepts, which begins after the thought."""
         if not self._request.use_structured_output:
             return len(tokens)
-        after_thought = tokens[num_thought:]
-        spoken = next(
-            (i for i, token in enumerate(after_thought) if token in self._controls),
-            len(after_thought),
-        )
         grammar = self._request.structured_output_request.grammar
-        return num_thought + len(grammar.validate_tokens(after_thought[:spoken]))
+        return num_thought + len(grammar.validate_tokens(tokens[num_thought:]))
 
     def _num_thought(self, tokens: list[int]) -> int:
         """Return how many leading tokens are thoughts, in which all but end tokens are allowed."""

@@ -376,6 +376,9 @@ def _serve_autoregressively(vllm_config: VllmConfig) -> None:
     model_config.hf_config.canvas_length = None
     # vLLM has cached the property.
     model_config.__dict__.pop("is_diffusion", None)
+    # vLLM's own, with grammars of ours.
+    scheduler = vllm_config.scheduler_config
+    scheduler.scheduler_cls = scheduler.scheduler_cls or SCHEDULER
     logger.info(
         "rule=%r: vLLM serves this checkpoint as an ordinary causal model, with its own scheduler, "
         "sampler and attention.",

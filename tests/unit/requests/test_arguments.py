@@ -12,6 +12,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from tests.support.admission import checked
 from tests.support.specs import SETTINGS, diffusion_gemma_spec, masked_spec
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
 from vllm_diffusion.decoding.rule import MAX_STEPS
@@ -23,7 +24,6 @@ from vllm_diffusion.requests.arguments import (
     attach_arguments,
     parse_arguments,
 )
-from vllm_diffusion.requests.validation import validate_diffusion_arguments
 from vllm_diffusion.startup.denoising_settings import Published, denoising_settings
 from vllm_diffusion.startup.plugin_settings import PluginSettings, plugin_settings
 
@@ -101,7 +101,7 @@ def test_requests_without_arguments() -> None:
 def test_what_a_client_sends_in_their_place(sent: Any) -> None:
     """What the engine reads is what was checked, and nothing that a client wrote."""
     params = SamplingParams(max_tokens=64, extra_args={"vllm_diffusion": sent})
-    validate_diffusion_arguments(params, diffusion_gemma_spec(32), 64)
+    checked(params, diffusion_gemma_spec(32))
     assert arguments_of(params) == RequestArguments()
 
 
@@ -110,13 +110,13 @@ def test_parameters_that_are_used_again() -> None:
     spec = diffusion_gemma_spec(32)
     params = SamplingParams(max_tokens=64, extra_args={"diffusion_max_steps": 3})
     for _ in range(2):
-        validate_diffusion_arguments(params, spec, 64)
+        checked(params, spec)
         assert arguments_of(params) == RequestArguments(max_steps=3)
     params.extra_args["diffusion_max_steps"] = 100
-    validate_diffusion_arguments(params, spec, 64)
+    checked(params, spec)
     assert arguments_of(params).max_steps == spec.max_denoising_steps
     del params.extra_args["diffusion_max_steps"]
-    validate_diffusion_arguments(params, spec, 64)
+    checked(params, spec)
     assert arguments_of(params) == RequestArguments()
 
 

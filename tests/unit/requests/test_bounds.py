@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,14 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_diffusion.requests.bounds import (
-    MOST_ITEMS,
+    MOST_OF_A_WORD,
     SAMPLING_PARAMS,
     check_fields,
+    problems,
     sampling_problems,
-    schema_problem,
     text_problems,
 )
 
@@ -134,62 +132,14 @@ def test_penalties_in_use_pass(value: float) -> None:
     assert not problem_fields(repetition_penalty=value, seed=2**63 - 1, top_k=2**40)
 
 
-def within(schema: Any, depth: int) -> Any:
-    for _ in range(depth):
-        schema = {"type": "object", "properties": {"a": {"anyOf": [schema]}}}
-    return schema
-
-
-@given(
-    st.integers(0, 2 * MOST_ITEMS), st.integers(0, 2**64 - 1), st.integers(0, 120), st.booleans()
-)
-def test_items(least: int, most: int, depth: int, as_text: bool) -> None:
-    """Refused if and only if the counts add up to more than are compiled, wherever they stand."""
-    schema = within({"type": "array", "minItems": least, "maxItems": most}, depth)
-    constraint = StructuredOutputsParams(json=json.dumps(schema) if as_text else schema)
-    problem = schema_problem(constraint)
-    assert (problem is not None) == (least + most > MOST_ITEMS)
-    assert problem is None or "minItems" in problem
-
-
-@pytest.mark.parametrize(
-    ("step", "fits"), [(10**9, True), (86400, True), (0.001, True), (999983, False), (2**31, False)]
-)
-@pytest.mark.parametrize("as_text", [True, False])
-def test_steps(step: float, fits: bool, as_text: bool) -> None:
-    """A step of many remainders is not compiled, nor are several that have many together."""
-    for schema in (
-        within({"multipleOf": step}, 2),
-        {"allOf": [{"multipleOf": step}, {"multipleOf": 1}]},
-    ):
-        constraint = StructuredOutputsParams(json=json.dumps(schema) if as_text else schema)
-        problem = schema_problem(constraint)
-        assert (problem is None) == fits
-        assert problem is None or "multipleOf" in problem
-    several = {"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}
-    assert "multipleOf" in str(schema_problem(StructuredOutputsParams(json=several)))
-
-
-@pytest.mark.parametrize("field", ["json", "structural_tag"])
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('{"a":' * 3000 + "1" + "}" * 3000, "nested"),
-        ('{"a":' * 600 + "1" + "}" * 600, "nested"),
-        ('{"const": 1180591620717411303424}', "64 bits"),
-        ('{"properties": {"\\ud800": {}}}', "surrogate"),
-    ],
-    ids=["3000 levels", "600 levels", "integer", "surrogate"],
-)
-def test_schemas_that_are_text(field: str, text: str, words: str) -> None:
-    """What is refused in a body is refused in the text of a schema."""
-    assert words in str(schema_problem(StructuredOutputsParams(**{field: text})))
-
-
-def test_tools_are_looked_at_too() -> None:
-    """Their schemas come within a structural tag."""
-    tag = {"format": {"content": {"json_schema": {"type": "array", "minItems": 10**9}}}}
-    assert schema_problem(StructuredOutputsParams(structural_tag=json.dumps(tag))) is not None
+@pytest.mark.parametrize("field", ["stop", "bad_words"])
+def test_long_words(field: str) -> None:
+    """A stop string or bad word of more characters than a tokenizer reads at once is refused by its field."""
+    words = ["a" * MOST_OF_A_WORD, "b" * (MOST_OF_A_WORD + 1)]
+    ((named, reason, _),) = problems(SamplingParams(**{field: words}))
+    assert named == field
+    assert str(MOST_OF_A_WORD) in reason
+    assert not list(problems(SamplingParams(**{field: words[:1]})))
 
 
 @given(st.text())
@@ -210,7 +160,7 @@ def test_text(text: str) -> None:
 )
 def test_half_of_a_pair(field: str, options: dict[str, Any]) -> None:
     """What JSON can spell and UTF-8 cannot is named."""
-    ((named, _),) = text_problems(SamplingParams(**options))
+    ((named, *_),) = text_problems(SamplingParams(**options))
     assert named == field
 
 

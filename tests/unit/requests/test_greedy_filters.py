@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.admission import checked
 from tests.support.specs import masked_spec
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.layouts import ShiftedSequence
@@ -15,7 +16,6 @@ from vllm_diffusion.decoding.timed_reveal import TimedReveal
 from vllm_diffusion.requests import refusals
 from vllm_diffusion.requests.arguments import RequestArguments, arguments_of
 from vllm_diffusion.requests.greedy_filters import NOTED
-from vllm_diffusion.requests.validation import validate_diffusion_arguments
 
 pytestmark = pytest.mark.engine
 
@@ -38,7 +38,7 @@ def params_of(**values: Any) -> Any:
 
 def judging(params: Any, spec: CanvasSpec = DREAM) -> tuple[int, float]:
     """The filters by which a checked request's tokens are judged at temperature 0."""
-    validate_diffusion_arguments(params, spec, 320)
+    checked(params, spec)
     arguments = arguments_of(params)
     return arguments.judging_top_k, arguments.judging_top_p
 

@@ -1,4 +1,4 @@
-"""A schema is followed or refused: what its back end accepts is valid to ``jsonschema``."""
+"""A schema is followed or refused: each answer that llguidance accepts is valid to ``jsonschema``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vllm_diffusion.requests.back_ends import follow, schema_refusal
-from vllm_diffusion.requests.json_schema import CONSTRAINING, simplified
+from vllm_diffusion.requests.json_schema import (
+    CONSTRAINING,
+    SchemaError,
+    guided_schema,
+)
 from vllm_diffusion.requests.string_formats import FORMATS
 
 SCALARS = [None, True, False, 0, 1, -1, 2, 3, 7, 100, 1.5, 0.5, "", "a", "b", "ab", "abc", "1"]
@@ -110,43 +113,39 @@ def is_valid(schema: Any) -> Callable[[Any], bool]:
     return validator(schema, format_checker=validator.FORMAT_CHECKER).is_valid  # type: ignore[no-any-return]
 
 
-def guidance_matcher(schema: Any) -> Any:
-    """A machine of llguidance for bytes, as vLLM compiles a schema."""
+def guidance_matcher(text: str) -> Any:
+    """Make a machine of llguidance for bytes."""
     import llguidance
 
-    grammar = llguidance.LLMatcher.grammar_from_json_schema(
-        json.dumps(schema), defaults={"whitespace_flexible": True}
-    )
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(text)
     matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     return matcher
 
 
-def guidance(schema: Any) -> Callable[[str], bool]:
-    matcher = guidance_matcher(schema)
+def guidance(text: str) -> Callable[[str], bool]:
+    matcher = guidance_matcher(text)
 
-    def accepts(text: str) -> bool:
+    def accepts(answer: str) -> bool:
         machine = matcher.deep_copy()
-        tokens = [*text.encode()]
+        tokens = [*answer.encode()]
         return bool(machine.try_consume_tokens(tokens) == len(tokens) and machine.is_accepting())
 
     return accepts
 
 
-def xgrammar(schema: Any) -> Callable[[str], bool]:
-    import xgrammar as xgr
-
-    info = xgr.TokenizerInfo([bytes([i]) for i in range(256)])
-    compiled = xgr.GrammarCompiler(info).compile_json_schema(json.dumps(schema))
-
-    def accepts(text: str) -> bool:
-        machine = xgr.GrammarMatcher(compiled, terminate_without_stop_token=True)
-        return bool(machine.accept_string(text.encode()) and machine.is_terminated())
-
-    return accepts
+def accepts_of(schema: Any) -> Callable[[str], bool]:
+    """Return whether an answer is accepted, for a schema that is followed."""
+    return guidance(guided_schema(schema))
 
 
-BACK_ENDS = {"guidance": guidance, "xgrammar": xgrammar}
+def refusal_of(schema: Any) -> str | None:
+    """Return why a schema is refused; ``None`` if it is followed."""
+    try:
+        guided_schema(schema)
+    except SchemaError as error:
+        return str(error)
+    return None
 
 
 def test_every_keyword_has_a_case():
@@ -154,21 +153,14 @@ def test_every_keyword_has_a_case():
     assert BY_KEYWORD.keys() == CONSTRAINING
 
 
-@pytest.mark.parametrize("back_end", BACK_ENDS)
 @pytest.mark.parametrize(("keyword", "i"), CASES)
-def test_keyword_is_followed_or_refused(keyword, i, back_end):
+def test_keyword_is_followed_or_refused(keyword, i):
     """No value that the grammar accepts is invalid, and a refusal names a keyword and its path."""
     schema = BY_KEYWORD[keyword][i]
-    words = simplified(schema)
-    if refusal := schema_refusal(words, back_end):
+    if refusal := refusal_of(schema):
         assert refusal.startswith("#")
         return
-    try:
-        accepts = BACK_ENDS[back_end](words)
-    except (RuntimeError, ValueError, TypeError):
-        assert back_end != "guidance", "It says itself what it does not follow."
-        return
-    valid = is_valid(schema)
+    accepts, valid = accepts_of(schema), is_valid(schema)
     wrong = [value for value in VALUES if not valid(value) and accepts(json.dumps(value))]
     assert not wrong
 
@@ -200,9 +192,8 @@ def test_guidance_follows_the_common_keywords():
         "format",
     ]:
         schema = BY_KEYWORD[keyword][0]
-        words = simplified(schema)
-        assert schema_refusal(words, "guidance") is None, keyword
-        accepts, valid = guidance(words), is_valid(schema)
+        assert refusal_of(schema) is None, keyword
+        accepts, valid = accepts_of(schema), is_valid(schema)
         # Objects get no more properties than they name.
         values = [value for value in VALUES if valid(value) and value not in RECORDS]
         assert all(accepts(json.dumps(value)) for value in values), keyword
@@ -221,7 +212,8 @@ def test_guidance_follows_the_common_keywords():
     ],
 )
 def test_place_of_a_refusal(schema, place):
-    assert str(schema_refusal(simplified(schema), "guidance")).startswith(place)
+    """The reason begins with the place of the innermost schema that is not followed."""
+    assert str(refusal_of(schema)).startswith(place)
 
 
 LARGE = [sign * (2**bits + more) for sign in (-1, 1) for bits in (53, 63) for more in (-1, 0, 1)]
@@ -230,20 +222,15 @@ LARGE = [sign * (2**bits + more) for sign in (-1, 1) for bits in (53, 63) for mo
 @pytest.mark.parametrize("value", [*LARGE, 2**64 - 1], ids=str)
 @pytest.mark.parametrize("kind", ["const", "enum", "in an array"])
 def test_large_integers_that_are_listed(kind, value):
-    """They are written digit by digit or refused; of -2**63 llguidance ends its process."""
+    """An integer beyond 2**53 is refused, since llguidance writes other digits and ends its process at -2**63."""
     schema = {"enum": {"type": "integer", "enum": [value]}, "const": {"const": value}}.get(
         kind, {"const": [{"a": value}]}
     )
-    words, listed = simplified(schema), schema.get("const", value)
-    followed = [name for name in BACK_ENDS if schema_refusal(words, name) is None]
-    assert followed == [
-        name
-        for name, bits in (("guidance", 53), ("xgrammar", 63))
-        if abs(value) <= 2**bits - (bits == 63)
-    ]
-    assert all(
-        BACK_ENDS[name](words)(json.dumps(listed, separators=(",", ":"))) for name in followed
-    )
+    if abs(value) > 2**53:
+        assert f"an integer beyond {2**53}" in str(refusal_of(schema))
+    else:
+        listed = schema.get("const", value)
+        assert accepts_of(schema)(json.dumps(listed, separators=(",", ":")))
 
 
 @pytest.mark.parametrize(
@@ -252,25 +239,9 @@ def test_large_integers_that_are_listed(kind, value):
 def test_key_that_is_no_keyword(key):
     """It constrains nothing, beside a reference too."""
     schema = {"$defs": {"E": {"enum": ["a"]}}, "$ref": "#/$defs/E"}
-    accepts = guidance(simplified({**schema, key: {"not": {}}}))
+    accepts = accepts_of({**schema, key: {"not": {}}})
     assert accepts('"a"')
     assert not accepts('"b"')
-
-
-@pytest.mark.parametrize(
-    ("schema", "is_implied"),
-    [
-        ({"format": "uri", "minLength": 1, "maxLength": 2083}, True),
-        ({"pattern": "^[a-z]{2,4}$", "minLength": 1, "maxLength": 4}, True),
-        ({"pattern": "^[a-z]{2,4}$", "maxLength": 3}, False),
-        ({"pattern": "^[a-z]+$", "maxLength": 3}, False),
-        ({"pattern": "[a-z]{2}", "maxLength": 3}, False),
-        ({"pattern": "^a|b$", "maxLength": 1}, False),
-    ],
-)
-def test_lengths_that_a_pattern_implies(schema, is_implied):
-    words = simplified({"type": "string", **schema})
-    assert is_implied == (not words.keys() & {"minLength", "maxLength"})
 
 
 def test_alternatives_with_a_tag():
@@ -286,43 +257,25 @@ def test_alternatives_with_a_tag():
         },
         "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}, {"type": "string"}],
     }
-    words = simplified(schema)
-    assert schema_refusal(words, "guidance") is None
-    accepts = guidance(words)
+    accepts = accepts_of(schema)
     assert accepts('{"t": "cat", "n": 1}')
     assert not accepts('{"t": "cow"}')
 
 
 def test_nullable_adds_null():
     schema = {"$defs": {"E": {"enum": ["a"]}}, "$ref": "#/$defs/E", "nullable": True}
-    accepts = guidance(simplified(schema))
+    accepts = accepts_of(schema)
     assert accepts('"a"')
     assert accepts("null")
     assert not accepts('"b"')
 
 
-def test_schemas_of_a_structural_tag():
-    """They are written for xgrammar, which has no other judge."""
-    from vllm.sampling_params import StructuredOutputsParams
-
-    def constraint(schema: Any) -> Any:
-        content = {"type": "json_schema", "json_schema": schema}
-        tag = {"type": "structural_tag", "format": {"type": "tag", "content": content}}
-        return StructuredOutputsParams(structural_tag=json.dumps(tag))
-
-    assert "#/not" in str(follow(constraint({"not": {}}), "auto"))
-    assert "#/const" in str(follow(constraint({"const": 1 - 2**63}), "guidance"))
-    followed = constraint({"type": "string", "maxLength": 2})
-    assert follow(followed, "auto") is None
-    assert "pattern" in followed.structural_tag
-
-
-def answer(schema: Any, seed: int, most: int = 200) -> str | None:
+def answer(text: str, seed: int, most: int = 200) -> str | None:
     """A random text that llguidance lets through to its end; ``None`` if it does not end soon."""
     import llguidance.numpy
 
     rng = random.Random(seed)
-    machine = guidance_matcher(schema)
+    machine = guidance_matcher(text)
     bits = llguidance.numpy.allocate_token_bitmask(1, 257)
     tokens: list[int] = []
     while len(tokens) < most:
@@ -399,28 +352,14 @@ DRAWN = st.recursive(
 )
 
 
-def assert_plain_schema_is_followed(schema: Any) -> None:
-    """What xgrammar's table holds is followed by xgrammar too."""
-    words = simplified(schema)
-    if not isinstance(words, dict) or schema_refusal(words, "xgrammar") is not None:
-        return
-    try:
-        accepts = xgrammar(words)
-    except RuntimeError:
-        return
-    valid = is_valid(schema)
-    assert not [value for value in VALUES if not valid(value) and accepts(json.dumps(value))]
-
-
 def assert_answers_are_valid(schema: Any, seed: int) -> None:
-    assert_plain_schema_is_followed(schema)
-    words = simplified(schema)
-    assert simplified(words) == words
-    if not isinstance(words, dict) or schema_refusal(words, "guidance") is not None:
+    if refusal_of(schema) is not None:
         return
-    text = answer(words, seed)
-    if text is not None:
-        assert is_valid(schema)(json.loads(text)), text
+    text = guided_schema(schema)
+    assert guided_schema(text) == text
+    answered = answer(text, seed)
+    if answered is not None:
+        assert is_valid(schema)(json.loads(answered)), answered
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))

@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
-from tests.support.checkpoints import SHIPPED
 from tests.support.specs import diffusion_gemma_spec
 from tests.support.vllm_configs import replan, vllm_config
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
 pytestmark = pytest.mark.engine
 
@@ -29,10 +26,12 @@ def test_fields_of_no_protocol(fields: dict[str, Any], message: str) -> None:
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    from vllm_diffusion.requests.validation import validate_sampling_params
+    from tests.support.admission import validate
+    from vllm_diffusion.requests import validation
 
+    validation.install()
     with pytest.raises(VLLMValidationError, match=message):
-        validate_sampling_params(SamplingParams(**fields), vllm_config().model_config)
+        validate(SamplingParams(**fields), vllm_config())
 
 
 @pytest.mark.parametrize("field", ["kv_transfer_params", "ec_transfer_params"])
@@ -42,14 +41,16 @@ def test_transfer_params_that_are_no_mapping(field: str, value: Any) -> None:
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    from vllm_diffusion.requests.validation import validate_sampling_params
+    from tests.support.admission import validate
+    from vllm_diffusion.requests import validation
 
-    model_config = vllm_config().model_config
+    validation.install()
+    config = vllm_config()
     with pytest.raises(VLLMValidationError, match=f"{field} must be a mapping") as raised:
-        validate_sampling_params(SamplingParams(extra_args={field: value}), model_config)
+        validate(SamplingParams(extra_args={field: value}), config)
     assert raised.value.parameter == field
     assert len(str(raised.value)) < 200
-    validate_sampling_params(SamplingParams(extra_args={field: {"a": 1}}), model_config)
+    validate(SamplingParams(extra_args={field: {"a": 1}}), config)
 
 
 @pytest.mark.parametrize(
@@ -108,26 +109,6 @@ def test_pictures_of_a_refused_request_are_sent_again() -> None:
     assert processor.forgotten == []
 
 
-def test_tools_with_a_back_end_that_knows_no_tags() -> None:
-    """Refused with the back end that they need."""
-    from vllm import SamplingParams
-    from vllm.config import StructuredOutputsConfig
-    from vllm.exceptions import VLLMValidationError
-    from vllm.sampling_params import StructuredOutputsParams
-
-    from vllm_diffusion.requests.validation import _validate_constraint
-
-    tag = '{"type": "structural_tag", "format": {"type": "token", "token": 12}}'
-    params: Any = SamplingParams(structured_outputs=StructuredOutputsParams(structural_tag=tag))
-    with pytest.raises(VLLMValidationError, match="back end xgrammar"):
-        _validate_constraint(
-            params,
-            vllm_config(shipped_checkpoint("qwen3")).model_config,
-            StructuredOutputsConfig(backend="guidance"),
-            AutoTokenizer.from_pretrained(SHIPPED),
-        )
-
-
 @pytest.mark.parametrize(
     ("min_tokens", "max_tokens", "most"), [(33, 70, 32), (33, None, 32), (9, 70, None), (9, 8, 8)]
 )
@@ -138,16 +119,16 @@ def test_min_tokens_of_a_read_only_request(
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    from vllm_diffusion.requests.validation import validate_diffusion_arguments
+    from tests.support.admission import checked
 
     params = SamplingParams(max_tokens=max_tokens, extra_args={"diffusion_read_only": True})
     params.min_tokens = min_tokens
     if most is None:
-        validate_diffusion_arguments(params, diffusion_gemma_spec(32), 316)
+        checked(params, diffusion_gemma_spec(32))
         assert params.max_tokens == 32
         return
     with pytest.raises(VLLMValidationError, match=f"min_tokens must be at most {most}") as raised:
-        validate_diffusion_arguments(params, diffusion_gemma_spec(32), 316)
+        checked(params, diffusion_gemma_spec(32))
     assert raised.value.parameter == "min_tokens"
 
 

@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_diffusion.requests.json_schema import CONSTRAINING, simplified
+from vllm_diffusion.requests.json_schema import CONSTRAINING, SchemaError, plain_schema
 from vllm_diffusion.requests.tool_calls.bare_values import (
     UnwritableError,
     number_rules,
@@ -91,16 +91,12 @@ def read_arguments(parameters: Mapping[str, Any] | None, *, strict: bool) -> Mem
 
 
 def _read_arguments(parameters: Mapping[str, Any] | None, strict: bool) -> Members:
-    from vllm.exceptions import VLLMValidationError
-    from vllm.sampling_params import check_json_nesting
-
     if not parameters:
         return Members({}, frozenset())
     try:
-        check_json_nesting(dict(parameters))
-    except VLLMValidationError as error:
+        root = plain_schema(parameters)
+    except SchemaError as error:
         raise ToolSchemaError(f"parameters: {error}") from None
-    root = simplified(parameters)
     value = _Reader(root, strict).read(root, "parameters", ())
     (*_, arguments) = value.forms.get("object", (None,))
     if set(value.forms) != {"object"} or not isinstance(arguments, Members):

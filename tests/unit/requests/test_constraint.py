@@ -1,0 +1,295 @@
+"""A constraint is read once, by one back end, in time that grows with its length alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
+
+from vllm_diffusion.requests import bounds, constraint
+from vllm_diffusion.requests.constraint import read_constraint
+from vllm_diffusion.requests.json_schema import SchemaError, guided_schema, plain_schema
+
+pytestmark = pytest.mark.engine
+
+CONFIG = SimpleNamespace(disable_any_whitespace=False)
+RECORD = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}, "b": {"type": "array", "items": {"type": "integer"}}},
+    "required": ["a", "b"],
+}
+
+
+def read(config: Any = CONFIG, **fields: Any) -> StructuredOutputsParams:
+    params = StructuredOutputsParams(**fields)
+    read_constraint(params, config)
+    return params
+
+
+def refusal(**fields: Any) -> str:
+    with pytest.raises(VLLMValidationError) as raised:
+        read(**fields)
+    assert raised.value.parameter == "structured_outputs"
+    return str(raised.value)
+
+
+def accepts(params: StructuredOutputsParams, text: str) -> bool:
+    from llguidance import LLMatcher, LLTokenizer
+
+    from vllm_diffusion.requests.guidance import guidance_grammar
+
+    grammar = guidance_grammar("json", str(params.json))
+    machine = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+    return bool(
+        machine.try_consume_tokens([*text.encode()]) == len(text) and machine.is_accepting()
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "back_end"),
+    [
+        ({"json": RECORD}, "guidance"),
+        ({"json": json.dumps(RECORD)}, "guidance"),
+        ({"json_object": True}, "guidance"),
+        ({"regex": "[a-z]{2,40}"}, "guidance"),
+        ({"choice": ["a", "b"]}, "guidance"),
+        ({"grammar": 'start: "a" | "b"'}, "guidance"),
+        ({"grammar": 'root ::= "a" | "b"'}, "xgrammar"),
+        ({"structural_tag": '{"format": {"type": "token", "token": 12}}'}, "xgrammar"),
+    ],
+    ids=str,
+)
+def test_back_end(fields: dict[str, Any], back_end: str) -> None:
+    """Each kind of constraint has one back end, whatever it says."""
+    if "structural_tag" in fields:
+        content = {"type": "json_schema", "json_schema": RECORD}
+        tag = {"type": "tag", "begin": "<a>", "content": content, "end": "</a>"}
+        fields = {"structural_tag": json.dumps({"type": "structural_tag", "format": tag})}
+    assert read(**fields)._backend == back_end
+
+
+@pytest.mark.parametrize(
+    ("fields", "config", "allowed", "forbidden"),
+    [
+        ({}, False, ['{"a":true,"b":[1,2]}', '{"a": true, "b": [1, 2]}'], ['{ "a":true,"b":[]}']),
+        ({}, False, [], ['{"a":  true,"b":[]}', '{"a":true,\n"b":[]}', '{"a" :true,"b":[]}']),
+        ({}, True, ['{"a":true,"b":[]}'], ['{"a": true,"b":[]}']),
+        ({"disable_any_whitespace": True}, False, [], ['{"a": true,"b":[]}']),
+        (
+            {"whitespace_pattern": "[\n ]?"},
+            False,
+            ['{"a":\ntrue, "b":[]}'],
+            ['{"a":\n true,"b":[]}'],
+        ),
+        ({"whitespace_pattern": r"\s{0,3}"}, False, ['{"a":   true,"b":[]}'], ['{"a":    true}']),
+    ],
+    ids=str,
+)
+def test_white_space(
+    fields: dict[str, Any], config: bool, allowed: list[str], forbidden: list[str]
+) -> None:
+    """White space between parts is bounded, and says what the request or the server says of it."""
+    params = read(SimpleNamespace(disable_any_whitespace=config), json=RECORD, **fields)
+    assert [accepts(params, text) for text in allowed] == [True] * len(allowed)
+    assert [accepts(params, text) for text in forbidden] == [False] * len(forbidden)
+
+
+@pytest.mark.parametrize("pattern", [".*", "5?", "[^a]", "(", "\\d", "x"])
+def test_white_space_that_is_none(pattern: str) -> None:
+    """A pattern that lets anything but white space between two parts is refused by its name."""
+    assert "whitespace_pattern" in refusal(json=RECORD, whitespace_pattern=pattern)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"json": {"type": "string", "pattern": r"^(?=.*\d)[a-z]{4}$"}}, "look-around"),
+        ({"json": {"type": "string", "pattern": "(["}}, "unclosed"),
+        (
+            {"json": {"properties": {"b": {"required": 5}}}},
+            "#/properties/b/required: 5 is not of type",
+        ),
+        ({"json": {"type": 1.5}}, "#/type: must be of array"),
+        ({"json": {"type": "integer", "multipleOf": True}}, "#/multipleOf"),
+        ({"json": {"type": "integer", "multipleOf": 0}}, "#/multipleOf"),
+        ({"json": {"properties": []}}, "#/properties: [] is not of type 'object'"),
+        ({"json": "{"}, "is no JSON"),
+        ({"json": "5"}, "must be an object"),
+        ({"json": {"const": 1 - 2**63}}, "#/const, with an integer beyond"),
+        ({"json": {"type": "array", "minItems": 10**9}}, "minItems"),
+        ({"json": {"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}}, "multipleOf"),
+        ({"json": {"a": {"b": [0] * 10}, "enum": [[]] * 7000}}, "more than 6000 objects and lists"),
+        ({"json": '{"a":' * 3000 + "1" + "}" * 3000}, "nested too deeply"),
+        ({"json": {"properties": {f"p{i}": {} for i in range(1001)}}}, "1001 properties"),
+        ({"json_object": False}, "json_object must be true"),
+        ({"choice": []}, "choice must be a list of strings"),
+        ({"choice": ["a"] * (bounds.MOST_CHOICES + 1)}, f"{bounds.MOST_CHOICES} entries"),
+        ({"regex": "[a-z"}, "unclosed character class"),
+        ({"regex": "a" * (bounds.MOST_CONSTRAINT + 1)}, f"{bounds.MOST_CONSTRAINT} characters"),
+        ({"grammar": "start: rest"}, "grammar is not followed"),
+        ({"grammar": "start: x\nx[max_tokens=5]: /.*/"}, "max_tokens=... or stop=... lexemes"),
+        ({"grammar": 'start: x\nx[stop="b"]: /.*/'}, "max_tokens=... or stop=... lexemes"),
+        ({"grammar": "root ::= rest"}, "grammar is not followed"),
+        ({"grammar": " "}, "grammar must be a text"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_refusals(fields: dict[str, Any], words: str) -> None:
+    """What is malformed, too large or not followed is refused with its place or kind and the reason."""
+    said = refusal(**fields)
+    assert words in said
+    assert len(said) < 600
+
+
+def test_schemas_of_a_structural_tag() -> None:
+    """Schemas within a tag are held to what xgrammar follows, and their white space is bounded."""
+
+    def tag(schema: Any) -> dict[str, Any]:
+        content = {"type": "json_schema", "json_schema": schema}
+        return {"structural_tag": json.dumps({"type": "structural_tag", "format": content})}
+
+    for schema in ({"not": {}}, {"const": -(2**63)}, {"type": "array", "uniqueItems": True}):
+        assert "is not supported in a tool call" in refusal(**tag(schema))
+    assert "minItems" in refusal(**tag({"type": "array", "minItems": 10**9}))
+    written = str(read(**tag({"type": "string", "maxLength": 2})).structural_tag)
+    assert "pattern" in written
+    assert json.loads(written)["format"]["max_whitespace_cnt"] == 1
+    older = {"begin": "<a>", "schema": RECORD, "end": "</a>"}
+    written = str(
+        read(structural_tag=json.dumps({"structures": [older], "triggers": ["<a"]})).structural_tag
+    )
+    assert '"max_whitespace_cnt": 1' in written
+
+
+def test_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same parameters, and equal ones, are read once; a field that is set later is read again."""
+    compiled: list[str] = []
+    real = constraint.guided_schema
+    monkeypatch.setattr(
+        constraint, "guided_schema", lambda text, space: compiled.append(text) or real(text, space)
+    )
+    schema = {"type": "string", "title": "read once"}
+    params = read(json=schema)
+    for again in (params, StructuredOutputsParams(json=schema)):
+        read_constraint(again, CONFIG)
+    assert len(compiled) == 1
+    params.json = {"type": "string", "title": "another"}
+    read_constraint(params, CONFIG)
+    assert len(compiled) == 2
+
+
+def test_the_event_loop_goes_on() -> None:
+    """While a large schema is read, tasks of the event loop get their turns."""
+
+    async def turns_meanwhile() -> int:
+        schema = {"anyOf": [{"const": f"v{i}"} for i in range(4000)]}
+        params = StructuredOutputsParams(json=schema)
+        reading = asyncio.ensure_future(constraint.read_constraint_aside(params, CONFIG))
+        turns = 0
+        while not reading.done():
+            await asyncio.sleep(0)
+            turns += 1
+        await reading
+        assert params._backend == "guidance"
+        return turns
+
+    assert asyncio.run(turns_meanwhile()) > 10
+
+
+def lines_run(work: Callable[[], Any]) -> int:
+    """Count the lines of this package that run in a call, the same on any machine."""
+    count = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal count
+        if "vllm_diffusion" not in frame.f_code.co_filename:
+            return None
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with contextlib.suppress(SchemaError):
+            work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def _tagged(i: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {"t": {"const": f"v{i}"}}, "required": ["t"]}
+
+
+GROWING: dict[str, Callable[[int], Any]] = {
+    "constants": lambda n: {"anyOf": [{"const": f"v{i}"} for i in range(n)]},
+    "tagged objects": lambda n: {"oneOf": [_tagged(i) for i in range(n)]},
+    "alternatives that are equal": lambda n: {"oneOf": [{"type": "object"} for _ in range(n)]},
+    "listed values": lambda n: {"oneOf": [{"enum": [i]} for i in range(n)]},
+    "definitions, one bad": lambda n: {
+        "$defs": {f"d{i}": {"type": "integer"} for i in range(n)},
+        "properties": {"a": {"type": "string", "pattern": "(?=a)b"}},
+    },
+    "steps": lambda n: {"anyOf": [{"multipleOf": i + 1} for i in range(n)]},
+    "a chain of references": lambda n: {
+        "$defs": {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(n)},
+        "$ref": "#/$defs/d0",
+    },
+    "names of properties": lambda n: {
+        "propertyNames": {"enum": [f"n{i}" for i in range(n)]},
+        "additionalProperties": {"properties": {f"p{i}": {} for i in range(n)}},
+    },
+    "values": lambda n: {"enum": [f"v{i}" for i in range(n)]},
+    "nullable": lambda n: {
+        "properties": {f"p{i}": {"type": "string", "nullable": True} for i in range(n)}
+    },
+    "formats": lambda n: {"properties": {f"p{i}": {"format": "date"} for i in range(n)}},
+    "wrong types": lambda n: {"properties": {f"p{i}": {"type": 5} for i in range(n)}},
+}
+
+
+@pytest.mark.parametrize("kind", GROWING)
+def test_time_is_linear(kind: str) -> None:
+    """Four times the schema takes at most five times the lines of this package, below the bound on parts."""
+    few, many = (GROWING[kind](n) for n in (200, 800))
+    small, large = lines_run(lambda: guided_schema(few)), lines_run(lambda: guided_schema(many))
+    assert large <= 5 * small, (small, large)
+
+
+ODD = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 3), st.floats(), st.text(max_size=3),
+    st.lists(st.one_of(st.integers(), st.text(max_size=2), st.just({})), max_size=2),
+    st.just({}), st.just({"a": 5}), st.just({"type": 5}), st.just({"pattern": ["a"]}),
+)  # fmt: skip
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.data())
+def test_odd_values_are_refused_or_followed(data: st.DataObject) -> None:
+    """A schema of known keywords with values of any type is followed, or refused with a reason."""
+    from vllm_diffusion.requests.json_schema import CONSTRAINING, NOTES
+
+    names = st.sampled_from(sorted(CONSTRAINING | NOTES | {"nullable", "title"}))
+    keywords = st.dictionaries(names, ODD, max_size=4)
+    schema = data.draw(
+        st.one_of(
+            keywords,
+            st.dictionaries(
+                names, st.one_of(ODD, keywords, st.lists(keywords, max_size=2)), max_size=4
+            ),
+            keywords.map(lambda inner: {"type": "object", "properties": {"a": inner}}),
+        )
+    )
+    for reads in (guided_schema, plain_schema):
+        with contextlib.suppress(SchemaError):
+            reads(schema)

@@ -1,0 +1,165 @@
+"""A request's structured output: read once, and written as the engine's back end follows it.
+
+llguidance follows JSON schemas, expressions, choices and Lark grammars, xgrammar EBNF and structural tags.
+Canvases and the autoregressive mode share this, whichever endpoint the constraint came by.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import re
+from typing import Any
+
+from vllm_diffusion.requests import bounds
+from vllm_diffusion.requests.guidance import GUIDANCE, deep_threads, guidance_problem
+from vllm_diffusion.requests.json_schema import SchemaError, guided_schema
+from vllm_diffusion.requests.refusals import refuse
+from vllm_diffusion.requests.tags import written_tag
+
+XGRAMMAR = "xgrammar"
+_FIELD = "structured_outputs"
+_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+# An attribute of a constraint that was read; it says what was read then.
+_READ = "_read_by_vllm_diffusion"
+# White space and how an expression repeats it or chooses from it: nothing else may stand between parts.
+_WHITE_SPACE = re.compile(r"(?:[ \t\r\n]|\\[sntr]|[\[\])?*+|]|\((?:\?:)?|\{[0-9]*,?[0-9]*\})*")
+
+
+def read_constraint(constraint: Any, config: Any) -> None:
+    """Write a request's constraint as its back end follows it, or refuse it.
+
+    The work is done once, also where the parameters are used again, in a thread with room for it.
+
+    Args:
+        constraint: vLLM's ``StructuredOutputsParams``, changed in place; ``None`` for none.
+        config: vLLM's ``StructuredOutputsConfig``.
+
+    Raises:
+        VLLMValidationError: Naming the field; the server answers 400.
+    """
+    if constraint is not None and not _is_read(constraint):
+        _threads().submit(_read, constraint, config).result()
+
+
+async def read_constraint_aside(constraint: Any, config: Any) -> None:
+    """As :func:`read_constraint`, while the event loop serves others."""
+    if constraint is not None and not _is_read(constraint):
+        await asyncio.wrap_future(_threads().submit(_read, constraint, config))
+
+
+@functools.cache
+def _threads() -> Any:
+    # Two, so that a large schema does not hold up a small one.
+    return deep_threads(2, "constraint")
+
+
+def _is_read(constraint: Any) -> bool:
+    return getattr(constraint, _READ, None) == _value(constraint)
+
+
+def _value(constraint: Any) -> tuple[str, Any]:
+    """Return the kind of a constraint and what it says."""
+    for kind in _KINDS:
+        if (value := getattr(constraint, kind)) is not None:
+            return kind, value
+    return "", None
+
+
+def _read(constraint: Any, config: Any) -> None:
+    kind, value = _value(constraint)
+    white_space = _white_space(constraint, config)
+    try:
+        kind, written, back_end = _written(kind, _text(kind, value), white_space)
+    except SchemaError as error:
+        refuse(_FIELD, f"(response_format, tools): {error}.")
+    for name in _KINDS:
+        setattr(constraint, name, written if name == kind else None)
+    constraint._backend = back_end
+    setattr(constraint, _READ, (kind, written))
+
+
+def _white_space(constraint: Any, config: Any) -> str:
+    """Return the expression of what may follow a comma or a colon of JSON; it may be left out each time."""
+    pattern = constraint.whitespace_pattern
+    if constraint.disable_any_whitespace or config.disable_any_whitespace:
+        return ""
+    if pattern is None:
+        return " ?"
+    if not _WHITE_SPACE.fullmatch(pattern) or guidance_problem("regex", f"(?:{pattern})?"):
+        refuse(
+            _FIELD,
+            f"has whitespace_pattern={pattern!r}, which must be an expression of white space alone, such as "
+            "'[ \\n]?'.",
+        )
+    return f"(?:{pattern})?"
+
+
+def _text(kind: str, value: Any) -> str:
+    """Return what a constraint says as text, once it is known to be of the right type and no larger than allowed.
+
+    Raises:
+        SchemaError: Naming the kind.
+    """
+    if kind == "json_object":
+        if value is not True:
+            raise SchemaError(
+                "json_object must be true; leave structured_outputs out for a free answer"
+            )
+        return '{"type": "object"}'
+    if kind == "choice":
+        if (
+            not isinstance(value, list)
+            or not value
+            or not all(isinstance(text, str) for text in value)
+        ):
+            raise SchemaError("choice must be a list of strings, and hold one")
+        if len(value) > bounds.MOST_CHOICES:
+            raise SchemaError(f"choice may have {bounds.MOST_CHOICES} entries; got {len(value)}")
+    if isinstance(value, (dict, list, bool)) and kind != "json":
+        value = json.dumps(value)
+    elif kind == "json" and not isinstance(value, str):
+        try:
+            value = json.dumps(value)
+        except RecursionError:
+            raise SchemaError(
+                f"is nested too deeply; up to {bounds.MOST_LEVELS} levels are supported"
+            ) from None
+        except (TypeError, ValueError) as error:
+            raise SchemaError(f"is no JSON: {error}") from None
+    if not isinstance(value, str) or not value.strip():
+        raise SchemaError(f"{kind} must be a text, and not empty")
+    if len(value) > bounds.MOST_CONSTRAINT:
+        raise SchemaError(f"{kind} may have {bounds.MOST_CONSTRAINT} characters; got {len(value)}")
+    return value
+
+
+@functools.lru_cache(maxsize=16)
+def _written(kind: str, text: str, white_space: str) -> tuple[str, Any, str]:
+    """Return a constraint's kind, value and back end for the engine.
+
+    Raises:
+        SchemaError: If no back end follows it.
+    """
+    from vllm.v1.structured_output.utils import grammar_is_likely_lark
+
+    if kind in ("json", "json_object"):
+        return "json", guided_schema(text, white_space), GUIDANCE
+    if kind == "structural_tag":
+        return kind, written_tag(text), XGRAMMAR
+    if kind == "grammar" and not grammar_is_likely_lark(text):
+        _check_ebnf(text)
+        return kind, text, XGRAMMAR
+    if problem := guidance_problem(kind, text):
+        raise SchemaError(f"{kind} is not followed: {problem}")
+    return kind, json.loads(text) if kind == "choice" else text, GUIDANCE
+
+
+def _check_ebnf(text: str) -> None:
+    from xgrammar import Grammar
+
+    try:
+        Grammar.from_ebnf(text)
+    except RuntimeError as error:
+        raise SchemaError(f"grammar is not followed: {error}") from None

@@ -1,0 +1,91 @@
+"""llguidance, which compiles JSON schemas, expressions, choices and Lark grammars: what it is given and refuses.
+
+Both processes use it: the API process to refuse what it does not follow, the engine to follow the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+GUIDANCE = "guidance"
+# llguidance goes down a chain of references in its own stack: one of 6,000 parts needs some 100 MB, and a
+# thread's usual 8 MB end the process at 1,000.
+_STACK_BYTES = 512 * 2**20
+_MOST_OF_A_REASON = 300
+
+
+def deep_threads(count: int, name: str) -> ThreadPoolExecutor:
+    """Make threads whose stacks hold what llguidance needs for the longest chain of references.
+
+    Args:
+        count: Number of threads; all begin at once.
+        name: Beginning of their names.
+    """
+    threads = ThreadPoolExecutor(count, thread_name_prefix=name)
+    all_there = threading.Barrier(count)
+    usual = threading.stack_size(_STACK_BYTES)
+    try:
+        begun = [threads.submit(all_there.wait) for _ in range(count)]
+    finally:
+        threading.stack_size(usual)
+    for thread in begun:
+        thread.result()
+    return threads
+
+
+def guidance_grammar(kind: str, text: str) -> str:
+    """Return llguidance's form of a constraint.
+
+    Args:
+        kind: ``"json"``, ``"regex"``, ``"choice"`` or ``"grammar"`` (Lark).
+        text: A schema as JSON, an expression, a list of strings as JSON, or a grammar.
+
+    Raises:
+        ValueError: If it has none.
+    """
+    from llguidance import LLMatcher, grammar_from
+
+    if kind == "json":
+        return LLMatcher.grammar_from_json_schema(text)
+    return grammar_from("lark" if kind == "grammar" else kind, text)  # type: ignore[arg-type]
+
+
+def guidance_problem(kind: str, text: str) -> str | None:
+    """Return why llguidance does not follow a constraint, in one line; ``None`` if it does.
+
+    Besides compiling it, a token is read and taken back, as canvases need it.
+    """
+    from llguidance import LLMatcher
+
+    try:
+        matcher = LLMatcher(_byte_tokenizer(), guidance_grammar(kind, text), log_level=0)
+    except ValueError as error:
+        return _one_line(str(error))
+    if not matcher.get_error():
+        mask = matcher.compute_bitmask()
+        first = next(
+            (8 * i + (byte & -byte).bit_length() - 1 for i, byte in enumerate(mask) if byte), None
+        )
+        if first is not None and not matcher.is_error():
+            matcher.consume_token(first)
+            matcher.rollback(1)
+    return _one_line(matcher.get_error())
+
+
+@functools.cache
+def _byte_tokenizer() -> Any:
+    from llguidance import LLTokenizer
+
+    return LLTokenizer("byte")
+
+
+def _one_line(error: str) -> str | None:
+    """Return an error of llguidance's without its carets, its state and its options."""
+    lines = [line.strip() for line in error.split("<state>")[0].splitlines()]
+    reason = " ".join(line for line in lines if line.strip("^ |")).split(" Enable ")[0]
+    if reason == "NoExtensionBias":
+        return "no text satisfies it"
+    return reason[:_MOST_OF_A_REASON] or None
