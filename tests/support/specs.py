@@ -53,6 +53,7 @@ def step_inputs(**values: Any) -> StepInputs:
         "previous_result": zeros - 1,
         "valid": torch.ones(R, C, dtype=torch.bool),
         "fixed": torch.zeros(R, C, dtype=torch.bool),
+        "known": torch.zeros(R, C, dtype=torch.bool),
         "end_tokens": None,
         "step": torch.zeros(R, dtype=torch.int32),
         "max_steps": torch.full((R,), C, dtype=torch.int32),

@@ -112,11 +112,13 @@ class SlotFeatures:
         viewed: Slots whose canvases leave the device: a client watches them, or a constraint reads
             them.
         allowed_ids: The only ids whose probabilities are read of a read-only canvas, by slot.
+        pinned: Slots whose first canvas has pinned positions.
     """
 
     def __init__(self) -> None:
         self.viewed: set[int] = set()
         self.allowed_ids: dict[int, tuple[int, ...]] = {}
+        self.pinned: set[int] = set()
 
     def add_request(self, slot: int, request: NewRequest) -> None:
         """Note what ``slot``'s new owner uses."""
@@ -126,11 +128,14 @@ class SlotFeatures:
             self.viewed.add(slot)
         if arguments.allowed_ids is not None:
             self.allowed_ids[slot] = arguments.allowed_ids
+        if arguments.pinned:
+            self.pinned.add(slot)
 
     def remove_request(self, slot: int) -> None:
         """Forget ``slot``."""
         self.viewed.discard(slot)
         self.allowed_ids.pop(slot, None)
+        self.pinned.discard(slot)
 
 
 class CanvasSlots:
@@ -144,10 +149,11 @@ class CanvasSlots:
         previous_result: [R, C], int64, what the last step would have committed; -1 before the first.
         step: [R], int32, steps that the canvas has taken.
         decided_step: [R, C], int32, the step, from 1 on, that wrote what each position would commit; 0
-            before the first one.
+            before the first one, and where no step writes.
         canvas_idx: [R], int32, canvases of the request before this one.
         num_given: [R], int32, leading positions that are known tokens.
-        pinned: [R, C], bool, positions that hold the token of the request's first canvas.
+        pinned: [R, C], bool, positions of a first canvas that hold the token which the request brings,
+            from its first step to the answer; none are given ones.
         rule_memory: Tensors that the rule remembers, by name; see :class:`Memory`.
         requested: Arguments of the requests.
         block_length: [R], int64, on the host: positions of each canvas that are denoised at a time.
@@ -262,9 +268,9 @@ class CanvasSlots:
                 seed_canvas[i, : len(row.arguments.seed_canvas)] = row.arguments.seed_canvas
             if self._brings_canvas(row):
                 canvas[i] = seed_canvas[i]
-            canvas[i, : len(row.given)] = row.given
-            if self._brings_canvas(row) or spec.mask_token_id is None:
                 pinned[i, list(row.arguments.pinned)] = True
+                pinned[i, : len(row.given)] = False
+            canvas[i, : len(row.given)] = row.given
         self.canvas[index] = self._to_device(canvas)
         requested.seed_canvas[index] = self._to_device(seed_canvas)
         self.pinned[index] = self._to_device(pinned)

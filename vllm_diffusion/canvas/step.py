@@ -68,8 +68,10 @@ class StepOutput(NamedTuple):
         num_given: [R], int32, their leading positions that are known tokens.
         kept: [R, C], bool, positions that enter the next step, or are committed, as they are.
         decided: [R, C], bool, positions whose token this step wrote: the mask was decided or the
-            token replaced; without a mask, another token became the likeliest.
-        decided_step: [R, C], int32, the step that last wrote each position, from 1 on.
+            token replaced; without a mask, another token became the likeliest. Of pinned positions every
+            step counts.
+        decided_step: [R, C], int32, the step that last wrote each position, from 1 on; 0 for pinned
+            positions, which none writes.
         num_final: [R], int32, leading positions of each canvas that the step is about, where the rule denoises
             a part of a canvas; ``None`` where it is all of them.
     """
@@ -159,8 +161,9 @@ class CanvasStep:
         result = torch.where(denoised[:, None], decision.result, slots.canvas)
         step = slots.step + denoised.to(torch.int32)
         before = slots.previous_result if self._spec.mask_token_id is None else slots.canvas
-        decided = denoised[:, None] & (decision.result != before)
-        decided_step = torch.where(decided, step[:, None], slots.decided_step)
+        decided = denoised[:, None] & ((decision.result != before) | slots.pinned)
+        written = decided & ~slots.pinned
+        decided_step = torch.where(written, step[:, None], slots.decided_step)
         # Positions that are no noise in the next step.
         freed = (position >= slot_pass.free_from[:, None]) & (position < slot_pass.free_to[:, None])
         kept = decision.keep & ~freed
@@ -193,16 +196,20 @@ class CanvasStep:
     ) -> StepDecision:
         """Ask the rule."""
         slots = self._slots
+        known = position < slots.num_given[:, None]
+        fixed = slots.pinned | known
         return self._spec.rule.decide(
             StepInputs(
                 canvas=slots.canvas,
                 candidate=statistics.candidate,
                 drawn_confidence=statistics.drawn_confidence,
-                argmax=statistics.argmax,
+                # Whatever the model predicts there, an answer has the token that is given.
+                argmax=torch.where(fixed, slots.canvas, statistics.argmax),
                 entropy=statistics.entropy,
                 previous_result=slots.previous_result,
                 valid=position < slot_pass.num_rows[:, None],
-                fixed=slots.pinned | (position < slots.num_given[:, None]),
+                fixed=fixed,
+                known=known,
                 end_tokens=slots.requested.end_tokens if self._converge_at_end else None,
                 step=slots.step,
                 max_steps=slots.requested.max_steps,
@@ -302,7 +309,5 @@ class CanvasStep:
             canvas = torch.where(is_seed, token, canvas)
         slots.canvas.copy_(canvas)
         slots.num_given.copy_(torch.where(begins, num_given, slots.num_given))
-        if self._spec.mask_token_id is not None:
-            # Pins are of the first canvas: in another one their positions would stay masked. Without a
-            # mask they hold in each, as in stock.
-            slots.pinned.copy_(slots.pinned & ~begins[:, None])
+        # Pins are positions of the first canvas: in each, as in stock, an answer would repeat their tokens.
+        slots.pinned.copy_(slots.pinned & ~begins[:, None])

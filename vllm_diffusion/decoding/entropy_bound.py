@@ -30,8 +30,8 @@ class EntropyBound(DecodingRule):
     """Accept positions from most to least certain while the entropy before each is in budget.
 
     A canvas is done when its argmax repeated for ``stability_threshold`` steps and the mean entropy
-    is below ``confidence_threshold``. The argmax canvas is committed, not the noisy one. The
-    temperature falls from ``t_max`` towards ``t_min``; a request's own temperature multiplies it in
+    is below ``confidence_threshold``. The argmax canvas is committed, not the noisy one. Fixed positions
+    are kept, and their entropies count nowhere: the model need not agree with them. The temperature falls from ``t_max`` towards ``t_min``; a request's own temperature multiplies it in
     draws.
 
     Source: arXiv:2505.24857 (the bound) and ``EntropyBoundSampler`` and
@@ -96,17 +96,19 @@ class EntropyBound(DecodingRule):
     def decide(
         self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
     ) -> StepDecision:
-        # Positions beyond a narrow canvas sort last and take nothing from the budget.
-        entropy = torch.where(inputs.valid, inputs.entropy, torch.inf)
+        # Fixed positions, and those beyond a narrow canvas, sort last and take nothing from the budget.
+        entropy = torch.where(inputs.valid & ~inputs.fixed, inputs.entropy, torch.inf)
         ascending, order = torch.sort(entropy, dim=-1, stable=True)
         accepted = in_budget(ascending, settings["entropy_bound"])
-        keep = torch.zeros_like(accepted).scatter(-1, order, accepted) & inputs.valid
+        keep = torch.zeros_like(accepted).scatter(-1, order, accepted)
+        keep = (keep | inputs.fixed) & inputs.valid
 
         counted = inputs.counted(inputs.argmax)
         repeated = ((inputs.argmax == inputs.previous_result) | ~counted).all(dim=-1)
         stable_steps = torch.where(repeated, memory["stable_steps"] + 1, 0)
-        num_counted = counted.sum(dim=-1).clamp(min=1)
-        mean_entropy = torch.where(counted, inputs.entropy, 0.0).sum(dim=-1) / num_counted
+        judged = counted & ~inputs.fixed
+        num_judged = judged.sum(dim=-1).clamp(min=1)
+        mean_entropy = torch.where(judged, inputs.entropy, 0.0).sum(dim=-1) / num_judged
         done = (stable_steps >= settings["stability_threshold"]) & (
             mean_entropy < settings["confidence_threshold"]
         )

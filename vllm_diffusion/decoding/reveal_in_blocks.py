@@ -39,8 +39,7 @@ class RevealInBlocks(Reveal):
     def decide(
         self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
     ) -> StepDecision:
-        # Nothing is pinned, so that fixed positions are the known tokens.
-        end = inputs.fixed.sum(dim=-1, dtype=torch.int32) + settings["block_length"]
+        end = inputs.known.sum(dim=-1, dtype=torch.int32) + settings["block_length"]
         position = torch.arange(inputs.canvas.shape[-1], device=end.device)
         in_reach = position < end[:, None]
         assert inputs.uniform is not None

@@ -129,13 +129,15 @@ class StepInputs(NamedTuple):
         candidate: [R, C], int64, the token drawn at each position.
         drawn_confidence: [R, C], float32, its probability in the distribution that it was drawn
             from.
-        argmax: [R, C], int64, the likeliest token.
+        argmax: [R, C], int64, the likeliest token; at ``fixed`` positions theirs.
         entropy: [R, C], float32, nats, at the temperature of judging: of all tokens, or where the rule
             ``judges_filtered`` of what the request's filters keep.
         previous_result: [R, C], int64, the result of the previous step; -1 on a canvas's first
             step.
         valid: [R, C], bool, positions that the request's canvas has.
-        fixed: [R, C], bool, positions whose token is given, by the prompt or the request.
+        fixed: [R, C], bool, positions whose token is given, by the prompt or the request: ``canvas`` has it,
+            and a result has it too.
+        known: [R, C], bool, those of them that are tokens of the prompt.
         end_tokens: [R, E], int64, tokens that end the request, -1 where there are fewer; ``None``
             if a canvas is judged by all of its positions.
         step: [R], int32, steps of this canvas before this one.
@@ -162,6 +164,7 @@ class StepInputs(NamedTuple):
     previous_result: Tensor
     valid: Tensor
     fixed: Tensor
+    known: Tensor
     end_tokens: Tensor | None
     step: Tensor
     max_steps: Tensor
@@ -175,7 +178,8 @@ class StepInputs(NamedTuple):
     def counted(self, tokens: Tensor, decided: Tensor | None = None) -> Tensor:
         """Return the positions by which a canvas is judged, [R, C], bool.
 
-        These are all valid positions, or those up to the first end token: the rest is discarded.
+        These are all valid positions, or those up to the first end token that is not the prompt's: the
+        rest is discarded.
 
         Args:
             tokens: [R, C], int64, tokens of the canvas.
@@ -183,7 +187,7 @@ class StepInputs(NamedTuple):
         """
         if self.end_tokens is None:
             return self.valid
-        is_end = (tokens[..., None] == self.end_tokens[:, None]).any(dim=-1) & ~self.fixed
+        is_end = (tokens[..., None] == self.end_tokens[:, None]).any(dim=-1) & ~self.known
         if decided is not None:
             is_end = is_end & decided
         return self.valid & (is_end.cumsum(dim=-1) - is_end.long() == 0)
@@ -195,7 +199,8 @@ class StepDecision(NamedTuple):
     Attributes:
         keep: [R, C], bool, positions whose token enters the next step; the rest is noise again.
         tokens: [R, C], int64, the token at kept positions.
-        result: [R, C], int64, tokens to commit if this was the canvas's last step.
+        result: [R, C], int64, tokens to commit if this was the canvas's last step; at fixed positions
+            those of the canvas.
         done: [R], bool, true if the canvas has converged.
         memory: New memory of the rule, by name, in the shapes of :class:`Memory`.
         has_final_kv: [R], bool, true if the keys and values that this pass wrote are those of

@@ -46,6 +46,7 @@ def test_only_the_first_block_is_revealed(
         drawn_confidence=torch.rand(1, length),
         entropy=torch.rand(1, length),
         fixed=position < num_given,
+        known=position < num_given,
         uniform=torch.rand(1, length),
     )
     decision = rule.decide(inputs, settings, {})

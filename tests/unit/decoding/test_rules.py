@@ -301,6 +301,7 @@ def test_an_end_with_no_mask_before_it_ends_the_canvas():
         candidate=torch.tensor([[0, 9, 1, 1], [0, 1, 9, 1], [0, 1, 2, 1]]),
         drawn_confidence=torch.tensor([[0, 0.9, 0.1, 0.1], [0, 0.1, 0.9, 0.1], [0, 0.9, 0.1, 0.1]]),
         fixed=torch.tensor([[True, False, False, False]] * 3),
+        known=torch.tensor([[True, False, False, False]] * 3),
         end_tokens=torch.tensor([[9]] * 3),
     )
     assert reveal(Reveal(MASK), given_inputs, 0.5).done.tolist() == [True, False, False]

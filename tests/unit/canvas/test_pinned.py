@@ -1,0 +1,204 @@
+"""Pinned positions: their tokens are in the answer, whatever the model predicts there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.specs import diffusion_gemma_spec, masked_spec
+from tests.unit.canvas.test_step import idle_pass
+from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest
+from vllm_diffusion.canvas.step import CanvasStep, StepOutput
+from vllm_diffusion.decoding.canvas_spec import CanvasSpec, PositionStatistics
+from vllm_diffusion.decoding.layouts import (
+    AlignedBlock,
+    BlockAfterPrompt,
+    CanvasLayout,
+    SeededBlock,
+    ShiftedBlock,
+)
+from vllm_diffusion.decoding.levenshtein import Levenshtein
+from vllm_diffusion.decoding.reveal import Reveal, RevealAndEdit
+from vllm_diffusion.decoding.rule import DecodingRule
+from vllm_diffusion.requests.arguments import RequestArguments
+
+pytestmark = pytest.mark.engine
+
+CANVAS, VOCAB, MASK, END = 8, 50, 4, 9
+CPU = torch.device("cpu")
+
+
+def revealing(rule: DecodingRule, layout: CanvasLayout) -> CanvasSpec:
+    """Masked blocks that take a few steps."""
+    values = {
+        "reveal_threshold": 0.7,
+        "strategy": "dynamic",
+        "editing_threshold": 0.3,
+        "max_post_steps": 2,
+        "reveal_steps": 4,
+        **rule.defaults,
+    }
+    settings = {name: values[name] for name in rule.settings}
+    return CanvasSpec(layout, rule, 12, settings, mask_token_id=MASK)
+
+
+LEVENSHTEIN = Levenshtein(MASK, delete_token_id=VOCAB - 2, split_token_id=VOCAB - 1)
+SPECS = {
+    "entropy bound": diffusion_gemma_spec(CANVAS, 5),
+    "reveal, aligned": masked_spec(CANVAS),
+    "reveal, after the prompt": revealing(Reveal(MASK), BlockAfterPrompt(CANVAS)),
+    "reveal, seeded": revealing(Reveal(MASK), SeededBlock(CANVAS)),
+    "reveal, shifted": revealing(Reveal(MASK), ShiftedBlock(CANVAS)),
+    "edit": revealing(RevealAndEdit(MASK), AlignedBlock(CANVAS)),
+    "levenshtein": revealing(LEVENSHTEIN, AlignedBlock(CANVAS)),
+}
+
+
+def drawn_at_random(slots: CanvasSlots, generator: torch.Generator) -> PositionStatistics:
+    """Statistics of a model that predicts anything anywhere."""
+    R, C, rule = slots.num_slots, slots.canvas_length, slots.spec.rule
+    choices = torch.rand(R, C, VOCAB, generator=generator).argsort(dim=-1)[..., :3]
+    confidence = torch.rand(R, C, generator=generator)
+    has_choices = rule.num_choices > 0
+    return PositionStatistics(
+        argmax=choices[..., 0],
+        candidate=choices[..., 0] if has_choices else choices[..., 1],
+        entropy=confidence,
+        drawn_confidence=confidence,
+        confidence=confidence if has_choices else None,
+        choices=choices if has_choices else None,
+    )
+
+
+def outputs(
+    slots: CanvasSlots, seed: int, most: int = 40, **options: Any
+) -> Iterator[tuple[StepOutput, torch.Tensor]]:
+    """Outputs of passes over all slots, each with the canvases that it began from.
+
+    The first pass has the last row of each prompt alone where that draws a canvas's first token.
+    """
+    step = CanvasStep(slots, **{"compile_backend": None} | options)
+    generator = torch.Generator().manual_seed(seed)
+    R, C = slots.canvas.shape
+    if slots.spec.layout.starts_from_commit:
+        seeding = slots.num_given == 0
+        step(drawn_at_random(slots, generator), idle_pass(R)._replace(seeding=seeding))
+    rows = idle_pass(R)._replace(num_rows=torch.full((R,), C, dtype=torch.int32))
+    for _ in range(most):
+        before = slots.canvas.clone()
+        yield step(drawn_at_random(slots, generator), rows), before
+
+
+@pytest.mark.parametrize("kind", ["emitted by its step", "committed", "read only"])
+@pytest.mark.parametrize("name", SPECS)
+def test_pins_hold_in_every_input_and_in_the_answer(name: str, kind: str) -> None:
+    """For random pins and tokens, every step begins from them, and the first canvas is emitted with them."""
+    spec, num_slots = SPECS[name], 24
+    generator = torch.Generator().manual_seed(7)
+    slots = CanvasSlots(num_slots, spec, VOCAB, CPU)
+    seed_canvas = torch.randint(0, VOCAB, (num_slots, CANVAS), generator=generator)
+    is_pinned = torch.rand(num_slots, CANVAS, generator=generator) < 0.5
+    for slot in range(num_slots):
+        num_given = spec.num_given(slot % 4)
+        given = tuple(range(10, 10 + num_given))
+        is_pinned[slot, num_given:] |= torch.arange(num_given, CANVAS) == CANVAS - 1
+        arguments = RequestArguments(
+            seed_canvas=tuple(seed_canvas[slot].tolist()),
+            pinned=tuple(is_pinned[slot].nonzero()[:, 0].tolist()),
+            read_only=kind == "read only",
+        )
+        slots.add_request(slot, NewRequest(arguments, prompt_len=slot % 4, given=given))
+        # Prompt's positions are the prompt's.
+        is_pinned[slot, :num_given] = False
+    slots.apply_staged_writes()
+    answers: dict[int, torch.Tensor] = {}
+    commits = kind == "committed" or spec.rule.can_finish_kv or spec.layout.starts_from_commit
+    for output, began_from in outputs(slots, seed=3, commits=commits):
+        for slot in range(num_slots):
+            if slot in answers:
+                continue
+            pins = is_pinned[slot]
+            assert torch.equal(began_from[slot, pins], seed_canvas[slot, pins])
+            assert (output.decided_step[slot, pins] == 0).all()
+            if output.denoised[slot]:
+                assert output.kept[slot, pins].all()
+            if output.num_emitted[slot] > 0:
+                answers[slot] = output.tokens[slot]
+    assert len(answers) == num_slots
+    for slot, tokens in answers.items():
+        num_given = spec.num_given(slot % 4)
+        assert torch.equal(
+            tokens[: CANVAS - num_given][is_pinned[slot, num_given:]],
+            seed_canvas[slot, is_pinned[slot]],
+        )
+    if kind != "read only":
+        assert not slots.pinned.any()
+
+
+def test_pins_do_not_come_again_in_a_later_canvas() -> None:
+    """Pins are positions of the answer: a second canvas begins as noise, and is emitted as predicted."""
+    slots = CanvasSlots(2, diffusion_gemma_spec(CANVAS, 1), VOCAB, CPU)
+    arguments = RequestArguments(seed_canvas=(30,) * CANVAS, pinned=(0, 1))
+    slots.add_request(0, NewRequest(arguments))
+    slots.add_request(1, NewRequest(arguments, num_generated=CANVAS))
+    slots.apply_staged_writes()
+    assert slots.pinned.sum(dim=-1).tolist() == [2, 0]
+    drawn, zeros = torch.full((2, CANVAS), 7), torch.zeros(2, CANVAS)
+    step = CanvasStep(slots, compile_backend=None)
+    rows = idle_pass(2)._replace(num_rows=torch.full((2,), CANVAS, dtype=torch.int32))
+    statistics = PositionStatistics(drawn, drawn, zeros, zeros)
+    assert step(statistics, rows).tokens.tolist() == [[30, 30] + [7] * 6, [7] * CANVAS]
+    assert step(statistics, rows).tokens.tolist() == [[7] * CANVAS] * 2
+
+
+def test_convergence_does_not_wait_for_agreement() -> None:
+    """A model that is uncertain at pinned positions, and changes its mind there, ends after two steps.
+
+    The second request has the same predictions and no pins: it takes all of its steps.
+    """
+    slots = CanvasSlots(2, diffusion_gemma_spec(CANVAS, 9), VOCAB, CPU)
+    pinned = RequestArguments(seed_canvas=(30,) * CANVAS, pinned=(2, 3))
+    slots.add_request(0, NewRequest(pinned))
+    slots.add_request(1, NewRequest(RequestArguments()))
+    slots.apply_staged_writes()
+    step = CanvasStep(slots, compile_backend=None)
+    rows = idle_pass(2)._replace(num_rows=torch.full((2,), CANVAS, dtype=torch.int32))
+    entropy = torch.zeros(2, CANVAS)
+    entropy[:, 2:4] = 3.0
+    emitted = []
+    for i in range(9):
+        argmax = torch.full((2, CANVAS), 7)
+        argmax[:, 2:4] = 10 + i
+        output = step(PositionStatistics(argmax, argmax, entropy, entropy), rows)
+        emitted.append((output.num_emitted > 0).tolist())
+        if i == 1:
+            assert output.tokens[0].tolist() == [7, 7, 30, 30, 7, 7, 7, 7]
+    assert [i for i, (first, _) in enumerate(emitted) if first][0] == 1
+    assert [i for i, (_, second) in enumerate(emitted) if second] == [8]
+
+
+@pytest.mark.parametrize("name", ["entropy bound", "reveal, aligned"])
+def test_a_pinned_end_token_ends_what_is_judged(name: str) -> None:
+    """With ``converge_at_end`` a canvas does not wait for what stands after a pinned end token."""
+    slots = CanvasSlots(2, SPECS[name], VOCAB, CPU)
+    canvas = (30, 30, END) + (MASK,) * (CANVAS - 3)
+    for slot, pinned in enumerate([(0, 1, 2), (0, 1)]):
+        arguments = RequestArguments(seed_canvas=canvas, pinned=pinned)
+        slots.add_request(slot, NewRequest(arguments, end_tokens=[END]))
+    slots.apply_staged_writes()
+    if slots.spec.mask_token_id is not None:
+        # A token that a masked model's canvas begins with stays, pinned or not.
+        slots.canvas[1, 2] = MASK
+    step = CanvasStep(slots, converge_at_end=True, compile_backend=None)
+    rows = idle_pass(2)._replace(num_rows=torch.full((2,), CANVAS, dtype=torch.int32))
+    entropy = torch.full((2, CANVAS), 3.0)
+    for i in range(2):
+        drawn = torch.full((2, CANVAS), 10 + i)
+        output = step(PositionStatistics(drawn, drawn, entropy, torch.zeros(2, CANVAS)), rows)
+        if output.done.any():
+            break
+    assert output.done.tolist() == [True, False]
+    assert output.tokens[0, :3].tolist() == [30, 30, END]
