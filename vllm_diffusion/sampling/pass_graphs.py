@@ -177,6 +177,10 @@ class PassGraphs:
             filtered_rows(index, hidden=rows, used=used)
         if used.reported is None:
             return None
+        if used.reports_pinned:
+            # What is reported of a position is the token that the answer has there.
+            slots, argmax = self._pass_rows.slots, self._statistics.of_slots.argmax
+            torch.where(slots.pinned, slots.canvas, argmax, out=argmax)
         return self._report(rows, used, is_held)
 
     def capture(self, capture: Capture, canvas_counts: range, hidden: Tensor) -> None:

@@ -33,6 +33,7 @@ class UsedSettings:
         num_top: Most likeliest tokens that one of these rows reports.
         num_named: Most ids that one of their requests names to be reported.
         reads_some: True if some read-only canvas reports a few ids alone.
+        reports_pinned: True if pinned positions may be among the reported rows.
     """
 
     adjusted: UsedAdjustments | None = None
@@ -42,6 +43,7 @@ class UsedSettings:
     num_top: int = 0
     num_named: int = 0
     reads_some: bool = False
+    reports_pinned: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -211,6 +213,7 @@ class PassSettings:
                 num_top=max(int(num_logprobs.max()), 0),
                 num_named=self.token_ids.max_num_token_ids(slots),
                 reads_some=self.adjustments.has_readable(slots),
+                reports_pinned=not self._slots.features.pinned.isdisjoint(slots.tolist()),
             )
         return used
 
