@@ -7,7 +7,8 @@ model repeats its canvas (or reaches the step cap) without satisfying the constr
 prefix is pinned, the frontier moves after it, and what follows is denoised anew. The frontier
 moves by at least one position each time, so a canvas always comes to an end; past the step cap it
 moves in every step. A canvas is committed only in a step that repeats what was found valid. Where
-no token at all may follow what is pinned, :class:`DeadEndError` is raised, and the request ends.
+no token at all may follow what is settled, or only others than the one that the request itself holds
+there (``diffusion_pinned``), :class:`DeadEndError` is raised, and the request ends.
 
 The scheduler, which owns the grammars, decides all this from the canvas of the previous step;
 :class:`CanvasConstraint` is its message to the sampler.
@@ -17,8 +18,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -113,7 +115,7 @@ def constraint_names(request: Request) -> str:
 
 
 class DeadEndError(Exception):
-    """A request's constraint allows no token where its canvas stands."""
+    """A request's constraint allows no token where its canvas stands; the text is the reason."""
 
 
 class ConstrainedCanvas:
@@ -122,16 +124,21 @@ class ConstrainedCanvas:
     :meth:`denoised` records every step, :meth:`constraint` is called before the next.
     """
 
-    def __init__(self, request: Request, manager: Any) -> None:
+    def __init__(
+        self, request: Request, manager: Any, held: Mapping[int, int] = MappingProxyType({})
+    ) -> None:
         """Begin with a canvas that no step has seen.
 
         Args:
             request: The engine's request.
             manager: The scheduler's ``EngineGrammars``, which own the compiled grammar.
+            held: Positions of the first canvas whose token the request brings and no step changes, counted
+                from the first that is no known token, to the position that the request named.
         """
         assert request.sampling_params is not None
         self._request = request
         self._manager = manager
+        self._held = held
         self._params = request.sampling_params
         self._end_tokens = frozenset(end_token_ids(self._params))
         self._bad_words = self._params.bad_words_token_ids or []
@@ -176,7 +183,7 @@ class ConstrainedCanvas:
             max_steps: The request's step cap; from there on the frontier moves in every step.
 
         Raises:
-            DeadEndError: If no token may stand at the frontier.
+            DeadEndError: If no token may stand at the frontier, or not the one that the request holds there.
         """
         num_needed = width
         if self._params.max_tokens is not None:
@@ -191,6 +198,9 @@ class ConstrainedCanvas:
             self._pinned = tokens[:num_valid]
         elif not is_complete and self._tokens is not None and (settled or at_cap):
             self._pinned = tokens[:num_valid]
+            if num_valid in self._held and self._request.num_output_tokens == 0:
+                named = self._held[num_valid]
+                raise DeadEndError(f"does not allow the token of diffusion_pinned {named} there")
             restart = not at_cap
             # The positions after it are denoised anew, and have to repeat themselves again.
             self._tokens = self._previous = None
@@ -198,7 +208,7 @@ class ConstrainedCanvas:
         if len(self._pinned) < (num_valid if is_complete else num_needed):
             mask = self._allowed_after(self._pinned)
             if mask is not None and not mask.any():
-                raise DeadEndError
+                raise DeadEndError("allows no token here")
         return CanvasConstraint(tuple(self._pinned), mask, restart, num_valid if is_complete else 0)
 
     def _valid_prefix(self, tokens: list[int], num_needed: int) -> tuple[int, bool]:

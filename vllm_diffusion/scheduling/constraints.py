@@ -125,8 +125,8 @@ class Constraints(SchedulerFeature):
         """Constrain a request's canvas; a request whose constraint fails ends, and no other."""
         try:
             return canvas.constraint(width, self._max_steps_of(request))
-        except DeadEndError:
-            reason = "allows no token here"
+        except DeadEndError as dead_end:
+            reason = str(dead_end)
         except Exception as error:
             # Each grammar's back end has exceptions of its own, which must not end the engine.
             logger.warning(
@@ -147,7 +147,10 @@ class Constraints(SchedulerFeature):
     def add_request(self, request: Request) -> None:
         if constraint_names(request):
             manager: Any = self._scheduler.structured_output_manager
-            self._canvases[request.request_id] = ConstrainedCanvas(request, manager)
+            first = self._spec.num_given(request.num_tokens)
+            pinned = arguments_of(request.sampling_params).pinned
+            held = {position - first: position for position in pinned if position >= first}
+            self._canvases[request.request_id] = ConstrainedCanvas(request, manager, held)
 
     def observe(self, part: ReturnedPart) -> None:
         canvas = self._canvases.get(part.request.request_id)
