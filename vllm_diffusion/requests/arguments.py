@@ -98,8 +98,8 @@ class RequestArguments(msgspec.Struct, frozen=True, omit_defaults=True):
         canvas_length: Width of its canvases, from 1 token to the server's; ``None`` for the server's.
         seed_canvas: Token ids that the first canvas starts from, one per position; ``None`` for random
             ones.
-        pinned: Positions of the canvas, from 0, that keep their ``seed_canvas`` token as input in every
-            step.
+        pinned: Positions of the first canvas, from 0, that keep their ``seed_canvas`` token in every step
+            and in the answer.
         read_only: True to emit one canvas on the step that converges, and end; it is never encoded.
         allowed_ids: Only token ids that may be read; ``None`` for all.
         shown: Reports of its canvases besides their tokens.
@@ -129,7 +129,20 @@ def attach_arguments(sampling_params: Any, arguments: RequestArguments) -> None:
     """Put a request's arguments into its ``SamplingParams``, for :func:`arguments_of`.
 
     vLLM's schedulers read the width of a canvas by its name, so it is put there too.
+
+    Raises:
+        VLLMValidationError: If a pinned token is not among those that the request allows.
     """
+    allowed, seed_canvas = sampling_params.allowed_token_ids, arguments.seed_canvas
+    if allowed is not None and arguments.pinned and seed_canvas is not None:
+        among = set(allowed)
+        for position in arguments.pinned:
+            if seed_canvas[position] not in among:
+                refuse(
+                    "diffusion_pinned",
+                    f"holds token {seed_canvas[position]} at position {position}, which allowed_token_ids "
+                    "does not list; add it there, or leave the position out.",
+                )
     extra_args = {k: v for k, v in (sampling_params.extra_args or {}).items() if k != _PARSED}
     if arguments != _NONE:
         extra_args[_PARSED] = arguments
