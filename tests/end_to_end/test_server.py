@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from tests.support.server import MODEL, Server
@@ -120,6 +121,27 @@ def test_request_parameters(server: Server) -> None:
     assert all(item.logprob <= 0.0 and len(item.top_logprobs) == 2 for item in tokens)
     assert all("15" not in (choice.message.content or "") for choice in response.choices)
     assert len(response.prompt_logprobs) == response.usage.prompt_tokens
+
+
+def test_pinned_tokens(server: Server) -> None:
+    """An answer and its log-probabilities begin with pinned tokens; a grammar that forbids them is a 400."""
+    (letter,) = server.post("/tokenize", {"prompt": "d", "add_special_tokens": False}).json()[
+        "tokens"
+    ]
+    xargs = {"diffusion_seed_canvas": [letter] * 32, "diffusion_pinned": [0, 1, 2, 3]}
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "messages": MESSAGES,
+        "max_tokens": 32,
+        "temperature": 0.0,
+        "logprobs": True,
+    }
+    answer = server.client().chat.completions.create(**asked, extra_body={"vllm_xargs": xargs})
+    assert answer.choices[0].message.content.startswith("dddd")
+    assert [item.token for item in answer.choices[0].logprobs.content[:4]] == ["d"] * 4
+    form = {"structured_outputs": {"regex": "dd[0-9]+"}, "vllm_xargs": xargs}
+    with pytest.raises(openai.BadRequestError, match="diffusion_pinned 2"):
+        server.client().chat.completions.create(**asked, extra_body=form)
 
 
 def test_plain_completion_echoes_its_prompt_with_logprobs(server: Server) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -378,6 +379,39 @@ def test_logprobs_of_given_tokens(field: dict[str, Any], family: Family) -> None
     whole = family.engine.state.spec.layout.holds_sequence
     with pytest.raises(VLLMValidationError, match="seed_canvas" if whole else "logprob"):
         family.engine.outputs([prompt_of(5, seed=5)], [params])
+
+
+def test_pinned_tokens(family: Family) -> None:
+    """An answer has the pinned tokens after prompts of any length, and others in the batch answer as alone.
+
+    Positions that the prompt fills are the prompt's. Whole sequences refuse pins.
+    """
+    from vllm.exceptions import VLLMValidationError
+
+    B, rng = family.block_length, random.Random(3)
+    prompts = [prompt_of(length, seed=length) for length in (B, B + 1, 2 * B - 1, 5, 2 * B)]
+    plain = Wanted(max_tokens=B + 3)
+    asked, wanted = [], []
+    for prompt in prompts:
+        num_given = len(prompt) % B if family.is_aligned else 0
+        positions = [0, *rng.sample(range(1, B), rng.randint(1, B - 1)), B - 1]
+        # Some positions are left to the model.
+        canvas = prompt_of(B, seed=len(prompt))
+        canvas = [t if i in positions or i % 2 else MASK_ID for i, t in enumerate(canvas)]
+        own = {"diffusion_seed_canvas": canvas, "diffusion_pinned": sorted(set(positions))}
+        asked.append(plain.sampling_params(own))
+        wanted.append({i - num_given: canvas[i] for i in positions if i >= num_given})
+    if family.engine.state.spec.layout.holds_sequence:
+        with pytest.raises(VLLMValidationError, match="diffusion_seed_canvas"):
+            family.engine.outputs(prompts[:1], asked[:1])
+        return
+    (alone,) = family.generate(prompts[:1], [plain])
+    params = [plain.sampling_params(), *asked]
+    outputs = family.engine.outputs([prompts[0], *prompts], params)
+    answers = [list(output.outputs[0].token_ids) for output in outputs]
+    assert answers[0] == alone
+    for tokens, answer in zip(wanted, answers[1:], strict=True):
+        assert {i: answer[i] for i in tokens} == tokens
 
 
 @pytest.fixture(

@@ -1,0 +1,230 @@
+"""``diffusion_pinned`` of the shipped DiffusionGemma: the answer has the tokens that a request pins."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
+
+from tests.support.checkpoints import SHIPPED
+from tests.support.engine import TracedEngine
+from tests.support.frames import EVERY_FIELD, Watched
+
+pytestmark = pytest.mark.engine
+
+CANVAS = 32
+PROMPT = "What is 7+8?"
+
+
+@pytest.fixture(
+    scope="module",
+    params=[False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["synchronous", "asynchronous"],
+)
+def engine(request: pytest.FixtureRequest) -> Iterator[TracedEngine]:
+    with TracedEngine(
+        SHIPPED, async_scheduling=request.param, max_num_seqs=8, max_logprobs=-1
+    ) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def prompt(engine: TracedEngine) -> list[int]:
+    """A chat's prompt."""
+    messages = [{"role": "user", "content": PROMPT}]
+    rendered = engine.llm.get_tokenizer().apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True
+    )
+    return list(rendered["input_ids"] if hasattr(rendered, "keys") else rendered)
+
+
+def ids(engine: TracedEngine, text: str) -> list[int]:
+    """Token ids of a text, which has one for each character."""
+    return list(engine.llm.get_tokenizer().encode(text, add_special_tokens=False))
+
+
+def pins(tokens: dict[int, int], fill: int = 100, width: int = CANVAS) -> dict[str, Any]:
+    """Arguments that pin tokens at positions of a first canvas."""
+    canvas = [tokens.get(position, fill) for position in range(width)]
+    return {"diffusion_seed_canvas": canvas, "diffusion_pinned": sorted(tokens)}
+
+
+def test_leading_pins_of_a_chat(engine: TracedEngine, prompt: list[int]) -> None:
+    """A greedy answer begins with the four tokens that are pinned, and has them in its text."""
+    params = engine.sampling_params(
+        max_tokens=CANVAS, temperature=0.0, extra_args=pins(dict.fromkeys(range(4), 100))
+    )
+    (answer,) = (output.outputs[0] for output in engine.outputs([prompt], params))
+    assert list(answer.token_ids[:4]) == [100] * 4
+    assert answer.text.startswith(engine.llm.get_tokenizer().decode([100] * 4))
+
+
+def test_random_pins_in_a_batch(engine: TracedEngine, prompt: list[int]) -> None:
+    """Every pinned token is in the answer at its position, and requests without pins answer as alone.
+
+    Answers of one canvas and of two, cut, narrow, read-only, filtered and drawn at any temperature.
+    """
+    rng = random.Random(5)
+    plain = [
+        engine.sampling_params(seed=i, max_tokens=CANVAS + 8, temperature=1.0) for i in range(2)
+    ]
+    alone = [engine.outputs([prompt], one)[0].outputs[0].token_ids for one in plain]
+    for turn in range(4):
+        wanted, sampling = [], []
+        for i in range(6):
+            width = rng.choice([8, CANVAS, CANVAS])
+            positions = rng.sample(range(width), rng.randint(1, width))
+            tokens = {position: rng.randrange(20, 300) for position in positions}
+            own = pins(tokens, rng.randrange(20, 300), width) | {
+                "diffusion_max_steps": rng.randint(1, 8),
+                "diffusion_read_only": rng.random() < 0.3,
+            }
+            if width != CANVAS:
+                own["diffusion_canvas_length"] = width
+            wanted.append(tokens)
+            sampling.append(
+                engine.sampling_params(
+                    seed=10 * turn + i,
+                    max_tokens=rng.choice([5, width, 2 * width]),
+                    temperature=rng.choice([0.0, 1.0, 1.4]),
+                    top_p=rng.choice([1.0, 0.9]),
+                    ignore_eos=True,
+                    extra_args=own,
+                )
+            )
+        outputs = engine.outputs([prompt] * 8, [plain[0], *sampling, plain[1]])
+        answers = [list(output.outputs[0].token_ids) for output in outputs]
+        assert [tuple(answers[0]), tuple(answers[-1])] == [tuple(one) for one in alone]
+        for tokens, answer in zip(wanted, answers[1:-1], strict=True):
+            expected = {p: token for p, token in tokens.items() if p < len(answer)}
+            assert {position: answer[position] for position in expected} == expected
+
+
+def test_pins_are_of_the_first_canvas(engine: TracedEngine, prompt: list[int]) -> None:
+    """A second canvas does not repeat them."""
+    tokens = dict.fromkeys(range(4), 100)
+    params = engine.sampling_params(
+        max_tokens=2 * CANVAS, temperature=0.0, ignore_eos=True, extra_args=pins(tokens)
+    )
+    answer = engine.outputs([prompt], params)[0].outputs[0].token_ids
+    assert list(answer[:4]) == [100] * 4
+    assert list(answer[CANVAS : CANVAS + 4]) != [100] * 4
+
+
+def test_frames_and_step_maps(engine: TracedEngine, prompt: list[int]) -> None:
+    """Every frame has the pinned tokens, as positions that stay, and no step decided them."""
+    tokens = {2: 40, 3: 41, 9: 42}
+    params = engine.sampling_params(
+        max_tokens=CANVAS, seed=1, ignore_eos=True, extra_args=EVERY_FIELD | pins(tokens)
+    )
+    watched = Watched(engine.llm, [prompt], [params])
+    (frames,) = watched.canvases(0)
+    for frame in frames:
+        assert {position: frame.token_ids[position] for position in tokens} == tokens
+        assert all(frame.kept[position] for position in tokens)
+    (output,) = watched.outputs
+    steps = output.outputs[0].diffusion_step_map
+    assert [position for position, step in enumerate(steps) if step == 0] == sorted(tokens)
+    for row in output.outputs[0].diffusion_trace[0]:
+        assert {position: row[position] for position in tokens} == tokens
+
+
+@pytest.mark.parametrize("extra", [{}, {"diffusion_step_map": True}], ids=["plain", "step map"])
+@pytest.mark.parametrize("num_logprobs", [0, 3, -1])
+def test_log_probabilities_name_the_pinned_token(
+    extra: dict[str, Any], num_logprobs: int, engine: TracedEngine, prompt: list[int]
+) -> None:
+    """They are the model's own, of the token that the answer has, in the last step of its canvas."""
+    tokens = {0: 100, 5: 101, 6: 102}
+    both = [
+        engine.sampling_params(
+            max_tokens=CANVAS,
+            seed=1,
+            ignore_eos=True,
+            logprobs=num,
+            extra_args=extra | pins(tokens),
+        )
+        for num in (num_logprobs, -1)
+    ]
+    (output, whole) = (one.outputs[0] for one in engine.outputs([prompt] * 2, both))
+    assert output.token_ids == whole.token_ids
+    for position, token in enumerate(output.token_ids):
+        own, every = output.logprobs[position], whole.logprobs[position]
+        assert own[token].logprob == every[token].logprob
+        above = sum(one.logprob >= every[token].logprob for one in every.values())
+        assert own[token].rank == above
+        assert sum(math.exp(one.logprob) for one in every.values()) == pytest.approx(1, abs=1e-3)
+    # The model predicts something else there.
+    assert all(output.logprobs[position][token].rank > 1 for position, token in tokens.items())
+
+
+def test_a_pinned_end_token_ends_the_answer(engine: TracedEngine, prompt: list[int]) -> None:
+    """As a drawn one does; with ``ignore_eos``, and in a read-only canvas, it is a token like others."""
+    end = engine.llm.get_tokenizer().eos_token_id
+    own = pins({0: 40, 1: 41, 2: end})
+    asked = [{}, {"ignore_eos": True}, {"extra_args": own | {"diffusion_read_only": True}}]
+    sampling = [
+        engine.sampling_params(**({"max_tokens": CANVAS, "extra_args": own} | one)) for one in asked
+    ]
+    first, *others = (one.outputs[0] for one in engine.outputs([prompt] * 3, sampling))
+    assert first.finish_reason == "stop"
+    assert list(first.token_ids) == [40, 41, end]
+    for other in others:
+        assert len(other.token_ids) == CANVAS
+        assert list(other.token_ids[:3]) == [40, 41, end]
+
+
+def constrained(engine: TracedEngine, regex: str | None, own: dict[str, Any], **more: Any) -> Any:
+    form = {} if regex is None else {"structured_outputs": StructuredOutputsParams(regex=regex)}
+    own = own | {"diffusion_max_steps": 4}
+    return engine.sampling_params(max_tokens=CANVAS, seed=1, extra_args=own, **form, **more)
+
+
+def test_pins_that_a_constraint_allows(engine: TracedEngine, prompt: list[int]) -> None:
+    """The answer satisfies the constraint, and has the pinned tokens."""
+    a, b = ids(engine, "ab")
+    for tokens in ({0: a, 1: b}, {3: a}, {0: b, 4: a}):
+        params = constrained(engine, "[a-z]{6}!", pins(tokens))
+        answer = engine.outputs([prompt], params)[0].outputs[0]
+        text = engine.llm.get_tokenizer().decode(answer.token_ids, skip_special_tokens=True)
+        assert len(text) == 7
+        assert text[:6].islower()
+        assert {position: answer.token_ids[position] for position in tokens} == tokens
+
+
+@pytest.mark.parametrize("position", [0, 3])
+def test_pins_that_a_constraint_does_not_allow(
+    position: int, engine: TracedEngine, prompt: list[int]
+) -> None:
+    """The request has no answer, and its reason names the pin; one beside it is answered."""
+    (digit,) = ids(engine, "7")
+    own = pins({position: digit})
+    # Without an end before the pin, after which it is no part of the answer.
+    bad_word = {"bad_words": ["7"], "ignore_eos": True}
+    sampling = [
+        constrained(engine, "[a-z]{6}!", own),
+        constrained(engine, None, own, **bad_word),
+        constrained(engine, "[a-z]{6}!", {}),
+    ]
+    regex, words, free = (one.outputs[0] for one in engine.outputs([prompt] * 3, sampling))
+    reason = f"does not allow the token of diffusion_pinned {position} there"
+    assert (regex.finish_reason, regex.stop_reason) == ("error", f"structured_outputs {reason}")
+    assert (words.finish_reason, words.stop_reason) == ("error", f"bad_words {reason}")
+    assert free.finish_reason == "stop"
+
+
+def test_pins_that_are_not_among_the_allowed_ids(engine: TracedEngine, prompt: list[int]) -> None:
+    """A pinned token that ``allowed_token_ids`` leaves out is refused, and named."""
+    params = engine.sampling_params(
+        max_tokens=CANVAS, allowed_token_ids=[40, 41], extra_args=pins({0: 40, 7: 99})
+    )
+    with pytest.raises(VLLMValidationError, match="diffusion_pinned.*holds token 99 at position 7"):
+        engine.outputs([prompt], params)
+    params.allowed_token_ids = [40, 41, 99]
+    answer = engine.outputs([prompt], params)[0].outputs[0].token_ids
+    assert (answer[0], answer[7]) == (40, 99)
