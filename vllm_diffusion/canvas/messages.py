@@ -65,7 +65,7 @@ class CanvasView:
         tokens: [P], int32, what it would commit.
         kept: [P], bool, positions that enter the next step, or are committed, as they are.
         decided_step: [P], int32, the step that last wrote each position: 1 is the first, 0 the pass
-            before it.
+            before it, or none where the request pins a token.
         entropy: [P], float32, nats.
     """
 
