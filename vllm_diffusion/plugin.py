@@ -87,11 +87,13 @@ def _register_shared() -> Exception | None:
 
 def _install_api() -> None:
     """Put in place what an API process needs for canvases."""
-    from vllm_diffusion.live import delivery, http
+    from vllm_diffusion.live import delivery
+    from vllm_diffusion.live import http as endpoints
+    from vllm_diffusion.requests import http as door
     from vllm_diffusion.requests import refusals
     from vllm_diffusion.startup import engine_process
 
-    for module in (refusals, delivery, http):
+    for module in (refusals, delivery, door, endpoints):
         module.install()
     engine_process.end_quietly()
 

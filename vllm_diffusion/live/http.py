@@ -25,13 +25,20 @@ from vllm.entrypoints.scale_out.render.serving import ServingRender
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.live.delivery import STEP_MAP, TRACE, WHERE_FRAMES_ARE
 from vllm_diffusion.live.frame import CanvasFrame, CanvasStepMap, ParsedAnswers, StreamedFrame
 from vllm_diffusion.live.watch import Inbox, items_of
 from vllm_diffusion.requests.arguments import parse_shown
-from vllm_diffusion.requests.bounds import check_fields
+from vllm_diffusion.requests.http import (
+    DETAILS,
+    CheckedClient,
+    check_characters,
+    check_fields,
+    read_body,
+)
 from vllm_diffusion.requests.refusals import ending_with_refusal, refuse
 from vllm_diffusion.weights.adapters.early_checks import rules_of
 
@@ -63,7 +70,7 @@ class ChatWithFrames(_ParametersFirst):
     """``/v1/chat/completions``: frames in its streams, step maps and traces in its whole answers."""
 
     async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
-        _read_diffusing(request)
+        _read_diffusing(request, self.model_config)
         return await super().create_chat_completion(request, raw_request)
 
     def chat_completion_stream_generator(
@@ -109,7 +116,7 @@ class CompletionsWithFrames(OpenAIServingCompletion):
     """``/v1/completions``: frames in its streams, step maps and traces in its whole answers."""
 
     async def create_completion(self, request: Any, raw_request: Any = None) -> Any:
-        _read_diffusing(request)
+        _read_diffusing(request, self.model_config)
         return await super().create_completion(request, raw_request)
 
     def completion_stream_generator(
@@ -152,7 +159,7 @@ class ChatBatchWithoutFrames(_ParametersFirst, OpenAIServingChatBatch):
     """``/v1/chat/completions/batch``, which cannot send frames."""
 
     async def create_batch_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
-        _refuse_frames(request)
+        _refuse_frames(request, self.model_config)
         for messages in request.messages:
             self._check_parameters(request.to_chat_completion_request(messages))
         return await super().create_batch_chat_completion(request, raw_request)
@@ -164,7 +171,11 @@ class MessagesWithoutFrames(_ParametersFirst, AnthropicServingMessages):
     async def create_messages(self, request: Any, raw_request: Any = None) -> Any:
         # vLLM's protocol drops fields that it does not know.
         body = {} if raw_request is None else await raw_request.json()
-        _refuse_frames(request, body)
+        _refuse_frames(request, self.model_config, body)
+        if body.get("thread"):
+            # With these details the SDKs send the whole conversation.
+            raw_request.scope[DETAILS] = {"error_code": "thread_unsupported_request"}
+            refuse("thread", "is not supported: send the whole conversation in messages.")
         return await super().create_messages(request, raw_request)
 
     @classmethod
@@ -180,7 +191,7 @@ class ResponsesWithoutFrames(OpenAIServingResponses):
     """``/v1/responses``, which cannot send frames; a stream that is refused ends with an event."""
 
     async def create_responses(self, request: Any, raw_request: Any = None) -> Any:
-        _refuse_frames(request)
+        _refuse_frames(request, self.model_config)
         # As for chats, before pictures are processed.
         request.to_sampling_params(self.model_config.max_model_len, self.default_sampling_params)
         response = await super().create_responses(request, raw_request)
@@ -192,11 +203,11 @@ class RenderingFrames(ServingRender):
     """Endpoints that make engine inputs of chats and completions; they read ``diffusing`` as well."""
 
     async def render_chat_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        _read_diffusing(request)
+        _read_diffusing(request, self.model_config)
         return await super().render_chat_request(request, *args, **kwargs)
 
     async def render_completion_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        _read_diffusing(request)
+        _read_diffusing(request, self.model_config)
         return await super().render_completion_request(request, *args, **kwargs)
 
 
@@ -205,6 +216,11 @@ class CheckedTokenization(ServingTokenization):
 
     async def create_tokenize(self, request: Any, raw_request: Any) -> Any:
         check_fields(request)
+        tokenizer = self.renderer.tokenizer
+        if tokenizer is not None:
+            check_characters(
+                request, self.model_config.max_model_len * tokenizer.max_chars_per_token
+            )
         return await super().create_tokenize(request, raw_request)
 
 
@@ -249,16 +265,17 @@ ENDPOINTS: dict[str, type] = {
 }
 
 
-def _read_diffusing(request: Any) -> None:
-    """Ask for the frames of a request whose field ``diffusing`` is true.
+def _read_diffusing(request: Any, model_config: Any) -> None:
+    """Read a body, and ask for the frames of a request whose field ``diffusing`` is true.
 
     Args:
         request: A chat's or a completion's, whose ``vllm_xargs`` are set in place.
+        model_config: vLLM's ``ModelConfig``.
 
     Raises:
         VLLMValidationError: If the field is neither true nor false, or a stream asks for a trace.
     """
-    check_fields(request)
+    read_body(request, model_config)
     diffusing = (request.model_extra or {}).get("diffusing")
     if diffusing not in (None, True, False):
         raise VLLMValidationError(
@@ -272,17 +289,18 @@ def _read_diffusing(request: Any) -> None:
         refuse(TRACE, _WHERE_TRACES_ARE, request.vllm_xargs[TRACE])
 
 
-def _refuse_frames(request: Any, body: dict[str, Any] | None = None) -> None:
-    """Refuse a request that asks for frames or traces where none can be sent.
+def _refuse_frames(request: Any, model_config: Any, body: dict[str, Any] | None = None) -> None:
+    """Read a body, and refuse one that asks for frames or traces where none can be sent.
 
     Args:
         request: The body as vLLM's protocol read it.
+        model_config: vLLM's ``ModelConfig``.
         body: All its fields; ``None`` where the protocol keeps those that it does not know.
 
     Raises:
         VLLMValidationError: Naming the field.
     """
-    check_fields(request)
+    read_body(request, model_config, body)
     unknown = request.model_extra or {} if body is None else body
     # A batch has no such field of its own.
     xargs = getattr(request, "vllm_xargs", unknown.get("vllm_xargs"))
@@ -413,6 +431,8 @@ def install() -> None:
     until="A plugin may name the classes of the server's objects, or of an endpoint plugin without VLLM_PLUGINS.",
 )
 async def _serving_canvases(stock: Any, engine_client: Any, state: Any, args: Any) -> None:
+    if type(engine_client) is AsyncLLM:
+        engine_client.__class__ = CheckedClient
     for name, cls in ENDPOINTS.items():
         served = getattr(state, name, None)
         # What the server does not offer is None. Other objects of the server hold this one, so it

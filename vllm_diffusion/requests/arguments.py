@@ -129,20 +129,7 @@ def attach_arguments(sampling_params: Any, arguments: RequestArguments) -> None:
     """Put a request's arguments into its ``SamplingParams``, for :func:`arguments_of`.
 
     vLLM's schedulers read the width of a canvas by its name, so it is put there too.
-
-    Raises:
-        VLLMValidationError: If a pinned token is not among those that the request allows.
     """
-    allowed, seed_canvas = sampling_params.allowed_token_ids, arguments.seed_canvas
-    if allowed is not None and arguments.pinned and seed_canvas is not None:
-        among = set(allowed)
-        for position in arguments.pinned:
-            if seed_canvas[position] not in among:
-                refuse(
-                    "diffusion_pinned",
-                    f"holds token {seed_canvas[position]} at position {position}, which allowed_token_ids "
-                    "does not list; add it there, or leave the position out.",
-                )
     extra_args = {k: v for k, v in (sampling_params.extra_args or {}).items() if k != _PARSED}
     if arguments != _NONE:
         extra_args[_PARSED] = arguments

@@ -6,11 +6,11 @@ stack trace, by which a client could fill a disk, and cuts a stream of ``/v1/res
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import reprlib
 import time
-import traceback
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any, NoReturn
 
 from vllm_diffusion.hooks.replacement import replaces_call
@@ -33,10 +33,22 @@ def refuse(field: str, reason: str, value: Any = None) -> NoReturn:
     raise VLLMValidationError(f"{field} {reason}", parameter=field, value=value)
 
 
-# Of vLLM's protocols: it takes ``structured_outputs`` for a mapping before anything has checked it.
-_COUNTS_CONSTRAINTS = (
-    "vllm.entrypoints.openai.completion.protocol:CompletionRequest.check_structured_outputs_count"
-)
+@contextlib.contextmanager
+def failing_aloud() -> Iterator[None]:
+    """Have whatever else than a refusal is raised answered with a message, and leave its trace in the log.
+
+    vLLM makes it a 500 without a message, and logs nothing.
+    """
+    from vllm.exceptions import GenerationError, VLLMError
+
+    try:
+        yield
+    except VLLMError:
+        raise
+    except Exception as error:
+        logging.getLogger(f"vllm.{__name__}").exception("A request could not be checked.")
+        message = f"The request could not be checked ({type(error).__name__}: {error}); the server's log has more."
+        raise GenerationError(message) from error
 
 
 def install() -> None:
@@ -47,30 +59,10 @@ def install() -> None:
     Safe to call twice.
     """
     _naming_fields.install()
-    _refusing_what_is_no_mapping.install()
     for name in _LOGGERS:
         logger = logging.getLogger(name)
         if not any(isinstance(each, OneLineRefusals) for each in logger.filters):
             logger.addFilter(OneLineRefusals())
-
-
-@replaces_call(
-    "vllm.entrypoints.serve.exception_handling.handlers.exception:create_error_response",
-    reason="structured_outputs that is no mapping is a 400, where the protocol's check makes it a 500.",
-    until="CompletionRequest.check_structured_outputs_count refuses what is no mapping.",
-)
-def _refusing_what_is_no_mapping(stock: Any, error: Any, *args: Any, **kwargs: Any) -> Any:
-    """Answer an exception as vLLM does, but one from reading the keys of ``structured_outputs`` with a 400."""
-    from vllm.exceptions import VLLMValidationError
-
-    if isinstance(error, AttributeError):
-        functions = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
-        if _COUNTS_CONSTRAINTS.rpartition(".")[2] in functions:
-            error = VLLMValidationError(
-                'structured_outputs must be an object, such as {"regex": "[a-z]+"}.',
-                parameter="structured_outputs",
-            )
-    return stock(error, *args, **kwargs)
 
 
 @replaces_call(
@@ -92,14 +84,17 @@ def _naming_fields(stock_check: Any, self: Any) -> None:
         if error.parameter is not None or field not in SamplingParams.__struct_fields__:
             raise
         value = getattr(self, field)
+        if field == "max_tokens" and value == 0:
+            message += " A prompt that fills the model's length leaves none: shorten it, or raise --max-model-len."
         raise VLLMValidationError(message, parameter=field, value=value) from None
     note_filters(self)
 
 
-# vLLM's modules that log what ends a stream.
+# vLLM's modules that log what ends a stream, or a message.
 _LOGGERS = (
     "vllm.entrypoints.openai.chat_completion.serving",
     "vllm.entrypoints.openai.completion.serving",
+    "vllm.entrypoints.anthropic.api_router",
 )
 # At most one line in so many seconds, from each of them.
 SECONDS_A_LINE = 10.0
@@ -126,14 +121,14 @@ class OneLineRefusals(logging.Filter):
             return False
         record.levelno, record.levelname = logging.WARNING, "WARNING"
         record.msg = "A streamed request was refused: %s (%d others since the last such line)"
-        # What a client sent is quoted, so that it is one line however it is written.
-        record.args = (_quote(str(error)), self._num_left_out)
+        record.args = (one_line(str(error)), self._num_left_out)
         record.exc_info = record.exc_text = None
         self._next_line, self._num_left_out = now + SECONDS_A_LINE, 0
         return True
 
 
-def _quote(message: str) -> str:
+def one_line(message: str) -> str:
+    """Quote what a client may have written, so that it is one short line however it is written."""
     shortener = reprlib.Repr()
     shortener.maxstring = 300
     return shortener.repr(message)

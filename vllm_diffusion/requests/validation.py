@@ -29,7 +29,7 @@ from vllm_diffusion.requests.arguments import (
 from vllm_diffusion.requests.bounds import Problem
 from vllm_diffusion.requests.constraint import read_constraint
 from vllm_diffusion.requests.greedy_filters import noted_filters
-from vllm_diffusion.requests.refusals import refuse
+from vllm_diffusion.requests.refusals import failing_aloud, refuse
 
 # Of log-probabilities that a server keeps until their tokens are emitted: room for each position of
 # each request's canvas, as wide as the widest request. A pass reports at most as many.
@@ -68,12 +68,13 @@ def _checking_canvases(
     # Constraints are checked here.
     unaware.structured_outputs_config = None
     try:
-        if plan.spec is None:
-            _check_ordinary(params, self)
-        else:
-            check_params(params, self)
-            token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
-            _check_blocks(params, len(token_ids or ()), model_config)
+        with failing_aloud():
+            if plan.spec is None:
+                _check_ordinary(params, self)
+            else:
+                check_params(params, self)
+                token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+                _check_blocks(params, len(token_ids or ()), model_config)
         return stock(unaware, request_id, prompt, params, *args, **kwargs)
     except Exception:
         # The next request with the same picture would leave it out, as one that the engine has.
@@ -215,6 +216,14 @@ def _combinations(params: Any, arguments: RequestArguments, spec: CanvasSpec) ->
         if is_set and (arguments.read_only or arguments.allowed_ids is not None):
             other = "diffusion_read_only" if arguments.read_only else "diffusion_constrained"
             yield other, f"cannot be combined with {field}; leave one of them out.", None
+    allowed, brought = params.allowed_token_ids, arguments.seed_canvas or ()
+    for position in arguments.pinned if allowed is not None else ():
+        if brought[position] not in allowed:
+            reason = (
+                f"holds token {brought[position]} at position {position}, which allowed_token_ids "
+                "does not list; add it there, or leave the position out."
+            )
+            yield "diffusion_pinned", reason, None
     width = arguments.canvas_length or spec.length
     if arguments.read_only and params.min_tokens > (most := min(params.max_tokens or width, width)):
         reason = (

@@ -27,7 +27,11 @@ from vllm_diffusion.startup.denoising_settings import (
     denoising_settings,
     generation_config,
 )
-from vllm_diffusion.startup.environment import await_engine_at_shutdown, limit_answers
+from vllm_diffusion.startup.environment import (
+    await_engine_at_shutdown,
+    limit_answers,
+    limit_pictures,
+)
 from vllm_diffusion.startup.machine import checkpoint_bytes, is_vllm_cpu_build
 from vllm_diffusion.startup.options import check_options
 from vllm_diffusion.startup.pass_limits import choose_media, default_max_num_seqs
@@ -219,6 +223,7 @@ class BlockDiffusionEngineConfig:
             check_capability()
             cls.check_model(model_config)
             plan = cls._plan_canvases(plan, vllm_config)
+        cls.install_api()
         _check_weights(vllm_config)
         model_config.diffusion = replace(
             plan,
@@ -292,13 +297,13 @@ class BlockDiffusionEngineConfig:
             compilation.cudagraph_capture_sizes = choose_capture_sizes(
                 compilation, scheduler, length
             )
+        limit_pictures()
         if (most := limit_answers()) is not None:
             logger.info(
                 "A request may ask for up to %d answers (n); set VLLM_MAX_N_SEQUENCES for another "
                 "limit.",
                 most,
             )
-        cls.install_api()
         return plan
 
 

@@ -16,11 +16,11 @@ from vllm.exceptions import VLLMValidationError
 from vllm_diffusion.requests.bounds import (
     MOST_OF_A_WORD,
     SAMPLING_PARAMS,
-    check_fields,
     problems,
     sampling_problems,
     text_problems,
 )
+from vllm_diffusion.requests.http import check_fields
 
 pytestmark = pytest.mark.engine
 

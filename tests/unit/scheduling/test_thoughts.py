@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.vllm_configs import vllm_config
-from vllm_diffusion.startup.plan import DiffusionPlan
-from vllm_diffusion.startup.plugin_settings import PluginSettings
+from vllm_diffusion.scheduling.grammars import EngineGrammars, OrdinaryGrammars
 
 CALL, END, TURN, STOP = 3, 5, 6, 7
 
@@ -24,19 +22,13 @@ class Grammar:
         return [token for token in tokens[:1] if token in self._accepted]
 
 
-def masked(plan: DiffusionPlan | None, grammar: Grammar) -> tuple[int, ...]:
-    """What vLLM's manager masks in a thought of a request that ends at three tokens."""
+def masked(manager_class: Any, grammar: Grammar) -> tuple[int, ...]:
+    """Return what a manager masks in a thought of a request that ends at three tokens."""
     from vllm import SamplingParams
-    from vllm.v1.structured_output import StructuredOutputManager
 
-    from vllm_diffusion.scheduling import grammars
-
-    grammars.install()
     params = SamplingParams(stop_token_ids=[TURN, STOP])
     params._eos_token_id = END
-    manager: Any = object.__new__(StructuredOutputManager)
-    manager.vllm_config = vllm_config()
-    manager.vllm_config.model_config.diffusion = plan
+    manager: Any = object.__new__(manager_class)
     request: Any = SimpleNamespace(
         sampling_params=params,
         # As vLLM keeps what it has found once.
@@ -44,7 +36,7 @@ def masked(plan: DiffusionPlan | None, grammar: Grammar) -> tuple[int, ...]:
             masked_reasoning_end_ids=(CALL,), grammar=grammar
         ),
     )
-    return manager._masked_reasoning_ends(request)
+    return tuple(manager._masked_reasoning_ends(request))
 
 
 @pytest.mark.parametrize(
@@ -53,12 +45,10 @@ def masked(plan: DiffusionPlan | None, grammar: Grammar) -> tuple[int, ...]:
     ids=["a call", "an end or more"],
 )
 def test_ends_of_a_thought(accepted: tuple[int, ...], expected: set[int]) -> None:
-    """Ends are masked next to vLLM's own tokens, but for those that satisfy the grammar."""
-    plan = DiffusionPlan(PluginSettings(rule="autoregressive"))
-    assert set(masked(plan, Grammar(*accepted))) == expected
+    """In the autoregressive mode ends are masked next to vLLM's own tokens, unless they satisfy the grammar."""
+    assert set(masked(OrdinaryGrammars, Grammar(*accepted))) == expected
 
 
-@pytest.mark.parametrize("plan", [None, DiffusionPlan()], ids=["another model", "canvases"])
-def test_ends_of_other_thoughts(plan: DiffusionPlan | None) -> None:
-    """Other models are vLLM's, and canvases have a rule of their own."""
-    assert masked(plan, Grammar()) == (CALL,)
+def test_ends_of_other_thoughts() -> None:
+    """Canvases, which have a rule of their own for thoughts, leave the mask as vLLM makes it."""
+    assert masked(EngineGrammars, Grammar()) == (CALL,)

@@ -12,6 +12,7 @@ has arguments that satisfy the schema.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -36,6 +37,10 @@ from vllm_diffusion.requests.tool_calls.value_forms import (
 
 class ToolSchemaError(ValueError):
     """A tool's schema asks for what a call of Gemma's cannot say, or contradicts itself."""
+
+
+class NoValueError(ToolSchemaError):
+    """A schema that no value satisfies."""
 
 
 _TYPES = frozenset(["null", "boolean", "integer", "number", "string", "array", "object"])
@@ -127,7 +132,7 @@ class _Reader:
         if schema is True or schema == {}:
             return ANYTHING
         if not isinstance(schema, Mapping):
-            raise ToolSchemaError(f"{path} must be a JSON schema; got {schema!r}")
+            raise NoValueError(f"{path} allows no value")
         if "prefixItems" in schema:
             raise ToolSchemaError(f"{path}.prefixItems is not supported; give items one schema")
         unfollowed = sorted(schema.keys() & _UNFOLLOWED)
@@ -164,10 +169,13 @@ class _Reader:
             raise ToolSchemaError(f"{path}.{name} must be a list of schemas")
         if name == "allOf" and len(alternatives) > 1:
             raise ToolSchemaError(f"{path}.allOf is not supported; write it as one schema")
-        read = [
-            self.read(alternative, f"{path}.{name}[{i}]", inside)
-            for i, alternative in enumerate(alternatives)
-        ]
+        read = []
+        for i, alternative in enumerate(alternatives):
+            # One that allows nothing leaves the others.
+            with contextlib.suppress(*([NoValueError] if name != "allOf" else [])):
+                read.append(self.read(alternative, f"{path}.{name}[{i}]", inside))
+        if not read:
+            raise NoValueError(f"{path} allows no value")
         return _any_of(read, path, disjoint=name == "oneOf" and self._strict)
 
     def _target(self, reference: Any, path: str) -> Any:
@@ -332,7 +340,7 @@ def _listed(schema: Mapping[str, Any], types: list[str], path: str) -> dict[str,
         if (name := _type_of(value, types)) is not None:
             listed.setdefault(name, []).append(value)
     if not listed:
-        raise ToolSchemaError(f"{path} allows no value")
+        raise NoValueError(f"{path} allows no value")
     return {name: (Scalar(tuple(same_type)),) for name, same_type in listed.items()}
 
 
@@ -361,7 +369,7 @@ def _restricted(value: Value, schema: Mapping[str, Any], path: str) -> Value:
         return value
     forms = {name: forms for name, forms in value.forms.items() if name in types}
     if not forms:
-        raise ToolSchemaError(f"{path} allows no value")
+        raise NoValueError(f"{path} allows no value")
     return Value(forms)
 
 

@@ -217,7 +217,7 @@ TEXT = {"type": "string"}
         ({"type": "object", "properties": {"a:b": TEXT}}, "'a:b'"),
         ({"type": "object", "additionalProperties": {"type": "integer"}}, "additionalProperties"),
         ("text", "#/properties/a: 'text' is not of type"),
-        (False, "must be a JSON schema"),
+        (False, "allows no value"),
     ],
     ids=repr,
 )
@@ -250,6 +250,23 @@ def test_a_tool_that_is_not_strict_may_narrow_its_values(tokenizer, keyword):
 def test_a_tool_that_is_not_strict_takes_any_object(tokenizer, parameters):
     """Where its schema cannot be followed it is called all the same."""
     adjusted = gemma_parser(tokenizer).adjust_request(tool_request([tool(parameters)]))
+    assert adjusted.structured_outputs.structural_tag
+
+
+@pytest.mark.parametrize(
+    "alternative",
+    [
+        False,
+        {"enum": []},
+        {"type": "string", "enum": [1]},
+        {"type": "string", "nullable": True, "enum": [None]},
+    ],
+    ids=repr,
+)
+def test_an_alternative_that_allows_nothing_leaves_the_others(tokenizer, alternative):
+    """A strict tool's alternative without a value is left out, as zod and OpenAPI write null."""
+    parameters = {"type": "object", "properties": {"a": {"anyOf": [TEXT, alternative]}}}
+    adjusted = gemma_parser(tokenizer).adjust_request(tool_request([tool(parameters, strict=True)]))
     assert adjusted.structured_outputs.structural_tag
 
 

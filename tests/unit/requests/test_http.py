@@ -1,0 +1,241 @@
+"""The door bounds a body, reads the fields that every endpoint has, and notes what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.exceptions import VLLMValidationError
+
+from vllm_diffusion.requests import bounds
+from vllm_diffusion.requests.http import (
+    DETAILS,
+    BoundedBodies,
+    _noted,
+    check_characters,
+    read_body,
+)
+
+pytestmark = pytest.mark.engine
+
+MOST = 4_000
+CANVASES = SimpleNamespace(is_diffusion=True, max_model_len=100)
+ORDINARY = SimpleNamespace(is_diffusion=False, max_model_len=100)
+
+
+class Client:
+    """A client of an ASGI application, which sends a body in pieces and keeps what it gets."""
+
+    def __init__(self, body: bytes, *, declared: int | None, piece: int = 500) -> None:
+        pieces = [body[i : i + piece] for i in range(0, len(body), piece)] or [b""]
+        self._unsent = [
+            {"type": "http.request", "body": part, "more_body": i + 1 < len(pieces)}
+            for i, part in enumerate(pieces)
+        ]
+        headers = [] if declared is None else [(b"content-length", str(declared).encode())]
+        self.scope: dict[str, Any] = {"type": "http", "headers": headers, "path": "/v1/completions"}
+        self.sent: list[Any] = []
+
+    async def receive(self) -> Any:
+        return self._unsent.pop(0) if self._unsent else {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def ask(self, monkeypatch: pytest.MonkeyPatch, answer: Any = None) -> tuple[int | None, bytes]:
+        """Return the status of a refusal, or none, and the body that the application read."""
+        read = bytearray()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            more = True
+            while more:
+                message = await receive()
+                read.extend(message.get("body", b""))
+                more = message.get("more_body", False)
+            if answer is not None:
+                await answer(scope, send)
+
+        monkeypatch.setenv("VLLM_HTTP_MAX_REQUEST_BODY_SIZE", str(MOST))
+        asyncio.run(BoundedBodies(app)(self.scope, self.receive, self.send))
+        status = self.sent[0]["status"] if self.sent else None
+        return status, bytes(read)
+
+
+PICTURE = base64.b64encode(bytes(2000))
+
+
+@pytest.mark.parametrize("is_declared", [True, False])
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", None),
+        (b"x" * (MOST // 4), None),
+        (b"x" * (MOST // 4 + 1), 413),
+        (b'{"url": "data:image/png;base64,' + PICTURE + b'"}', None),
+        (b'{"source": {"type": "base64", "data": "' + PICTURE + b'"}}', None),
+        (b'{"text": "' + PICTURE + b'"}', 413),
+        (b"x" * MOST + b"x", 413),
+    ],
+    ids=["empty", "longest text", "longer text", "a picture", "Anthropic's", "none", "longer"],
+)
+def test_bodies(
+    body: bytes, status: int | None, is_declared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body is refused by its length, less its pictures, and else arrives byte by byte."""
+    client = Client(body, declared=len(body) if is_declared else None)
+    refused, read = client.ask(monkeypatch)
+    assert refused == status
+    assert read == (b"" if status else body)
+    if status:
+        error = json.loads(client.sent[1]["body"])["error"]
+        assert error["param"] == "body"
+        assert "VLLM_HTTP_MAX_REQUEST_BODY_SIZE" in error["message"]
+
+
+def test_a_declared_length_beyond_the_limit_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body that says to be too long is refused before its first piece."""
+    client = Client(b"x", declared=10**12)
+    assert client.ask(monkeypatch) == (413, b"")
+    assert client._unsent
+
+
+def test_details_of_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error gets the details that its endpoint has put into the scope, and its length is right."""
+
+    async def answer(scope: Any, send: Any) -> None:
+        scope[DETAILS] = {"error_code": "x"}
+        body = b'{"type": "error", "error": {"message": "no"}}'
+        headers = [(b"content-length", b"%d" % len(body)), (b"a", b"b")]
+        await send({"type": "http.response.start", "status": 400, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    client = Client(b"{}", declared=2)
+    client.ask(monkeypatch, answer)
+    start, end = client.sent
+    assert json.loads(end["body"])["error"] == {"message": "no", "details": {"error_code": "x"}}
+    assert dict(start["headers"]) == {b"content-length": b"%d" % len(end["body"]), b"a": b"b"}
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    return ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "a"}], **fields)
+
+
+def test_arguments_at_the_top_of_a_body() -> None:
+    """A ``diffusion_*`` field at the top of a body is taken for one of ``vllm_xargs``, which win."""
+    request = chat(
+        diffusion_max_steps=3, diffusion_step_map=True, vllm_xargs={"diffusion_step_map": False}
+    )
+    read_body(request, CANVASES)
+    assert request.vllm_xargs == {"diffusion_max_steps": 3, "diffusion_step_map": False}
+    message = AnthropicMessagesRequest(
+        model="m", max_tokens=5, messages=[{"role": "user", "content": "a"}]
+    )
+    read_body(message, CANVASES, {"diffusion_max_steps": 3})
+    assert message.vllm_xargs == {"diffusion_max_steps": 3}
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ("guided_json", "structured_outputs.json"),
+        ("guided_regex", "structured_outputs.regex"),
+        ("guided_choice", "structured_outputs.choice"),
+        ("guided_grammar", "structured_outputs.grammar"),
+        ("guided_decoding_backend", "leave it out"),
+    ],
+)
+def test_fields_of_older_releases(field: str, words: str) -> None:
+    """A constraint in the words of an older vLLM is refused with the new field's name, and not ignored."""
+    with pytest.raises(VLLMValidationError, match=words) as raised:
+        read_body(chat(**{field: "a"}), ORDINARY)
+    assert raised.value.parameter == field
+    read_body(chat(**{field: None}), ORDINARY)
+
+
+def test_beams() -> None:
+    """Beam search is refused by its name for canvases, and left to vLLM for token after token."""
+    with pytest.raises(VLLMValidationError) as raised:
+        read_body(chat(use_beam_search=True, n=2), CANVASES)
+    assert raised.value.parameter == "use_beam_search"
+    read_body(chat(use_beam_search=True, n=2), ORDINARY)
+
+
+@pytest.mark.parametrize(
+    ("fields", "refused"),
+    [
+        ({"prompt": [1] * 100}, None),
+        ({"prompt": [1] * 101}, "prompt"),
+        ({"prompt": [[1], [2] * 101]}, "prompt"),
+        ({"prompt": [1] * 101, "truncate_prompt_tokens": 5}, None),
+        ({"prompt": ["a"] * 64, "n": bounds.MOST_ANSWERS // 64}, None),
+        ({"prompt": ["a"] * 64, "n": bounds.MOST_ANSWERS // 64 + 1}, "n"),
+        ({"prompt": "a" * 1000, "n": 128}, None),
+    ],
+    ids=["as long as the model's", "longer", "one of two", "truncated", "answers", "more", "text"],
+)
+def test_lists_by_their_length(fields: dict[str, Any], refused: str | None) -> None:
+    """Prompts and the answers that one body asks for are counted before their items are read."""
+    request = CompletionRequest(model="m", **fields)
+    if refused is None:
+        read_body(request, CANVASES)
+        return
+    with pytest.raises(VLLMValidationError) as raised:
+        read_body(request, CANVASES)
+    assert raised.value.parameter == refused
+
+
+def test_characters_of_a_prompt() -> None:
+    """``/tokenize`` refuses text of more characters than the longest prompt before it makes tokens of it."""
+    for fields, field in (
+        ({"prompt": "a" * 11}, "prompt"),
+        ({"messages": [{"content": "a" * 6}, {"content": "b" * 5}]}, "messages"),
+    ):
+        with pytest.raises(VLLMValidationError) as raised:
+            check_characters(SimpleNamespace(**fields), 10)
+        assert raised.value.parameter == field
+    check_characters(SimpleNamespace(prompt="a" * 10), 10)
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "level", "has_trace"),
+    [
+        (
+            VLLMValidationError("no\nline", parameter="seed"),
+            "refused (400, seed): 'no",
+            logging.INFO,
+            False,
+        ),
+        (KeyError("26"), "failed (500): The server failed (KeyError)", logging.ERROR, True),
+    ],
+    ids=["refusal", "failure"],
+)
+def test_what_is_answered_is_noted(
+    error: Exception, said: str, level: int, has_trace: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A refusal leaves one line with its field and reason, and a failure a message and its trace."""
+    from starlette.responses import JSONResponse
+
+    async def stock(request: Any, raised: Exception) -> Any:
+        status = 400 if isinstance(raised, VLLMValidationError) else 500
+        message = raised.args[0] if status == 400 else ""
+        info = {"message": message, "param": getattr(raised, "parameter", None), "code": status}
+        return JSONResponse({"error": info}, status_code=status)
+
+    request = SimpleNamespace(url=SimpleNamespace(path="/v1/completions"))
+    with caplog.at_level(logging.INFO, logger="vllm.vllm_diffusion.requests.http"):
+        logging.getLogger("vllm.vllm_diffusion.requests.http").addHandler(caplog.handler)
+        response = asyncio.run(_noted(stock)(request, error))
+    record = caplog.records[0]
+    assert said in record.getMessage()
+    assert "\n" not in record.getMessage()
+    assert record.levelno == level
+    assert bool(record.exc_info) == has_trace
+    assert json.loads(response.body)["error"]["message"]
