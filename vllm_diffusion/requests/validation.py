@@ -36,8 +36,9 @@ from vllm_diffusion.requests.refusals import failing_aloud, refuse
 MOST_LOGPROBS_BYTES = 2**30
 # A token id of 64 bits, and a float32.
 _BYTES_A_LOGPROB = 12
-# What ends a thought.
+# What ends a thought, and the setting that makes it likelier.
 THOUGHT_END = "</think>"
+_BOOST = "end_think_logit_boost"
 # Values of fields that change nothing, where it is not None or an empty list.
 _NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 
@@ -112,21 +113,24 @@ def check_params(params: Any, processor: Any) -> None:
     spec: CanvasSpec = model_config.diffusion.spec
     # First, so that ours read numbers and token ids of the vocabulary.
     params.verify(_NotDiffusion(model_config), processor.speculative_config, None, tokenizer)
-    _refuse_first(chain(_ignored(params), bounds.problems(params), _contradictions(params, spec)))
+    _refuse_first(chain(_ignored(params), _contradictions(params, spec), bounds.problems(params)))
     arguments = parse_arguments(
         params.extra_args,
         spec=spec,
         vocab_size=model_config.get_vocab_size(),
         logprob_token_ids=params.logprob_token_ids,
     )
-    _refuse_first(_combinations(params, arguments, spec))
+    thought_end = _thought_end(arguments, spec, tokenizer)
+    num_slots = processor.scheduler_config.max_num_seqs
+    _refuse_first(
+        chain(
+            _combinations(params, arguments, spec),
+            _boosted(params, thought_end),
+            _logprobs(params, model_config, num_slots),
+        )
+    )
     arguments = _narrowed(params, arguments, spec)
-    if spec.rule.judges_filtered:
-        top_k, top_p = noted_filters(params)
-        arguments = msgspec.structs.replace(arguments, judging_top_k=top_k, judging_top_p=top_p)
-    arguments = _with_thought_end(params, arguments, spec, tokenizer)
-    attach_arguments(params, arguments)
-    _refuse_first(_logprobs(params, model_config, processor.scheduler_config.max_num_seqs))
+    attach_arguments(params, msgspec.structs.replace(arguments, thought_end=thought_end or ()))
     read_constraint(params.structured_outputs, processor.structured_outputs_config)
 
 
@@ -234,10 +238,13 @@ def _combinations(params: Any, arguments: RequestArguments, spec: CanvasSpec) ->
 
 
 def _narrowed(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> RequestArguments:
-    """Return the arguments of a request for less than a canvas, with canvases no wider than it needs.
+    """Return the arguments with what vLLM's own parameters say of canvases, which are no wider than needed.
 
     ``max_tokens`` and ``ignore_eos`` of a read-only request are set in place.
     """
+    if spec.rule.judges_filtered:
+        top_k, top_p = noted_filters(params)
+        arguments = msgspec.structs.replace(arguments, judging_top_k=top_k, judging_top_p=top_p)
     width = arguments.canvas_length or spec.length
     if arguments.read_only:
         # One canvas is the whole output, and an end token drawn into it does not end it early.
@@ -254,27 +261,26 @@ def _narrowed(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> Req
     return arguments
 
 
-def _with_thought_end(
-    params: Any, arguments: RequestArguments, spec: CanvasSpec, tokenizer: Any
-) -> RequestArguments:
-    """Have the engine know what ends a thought, for a request that has it made likelier.
+def _thought_end(
+    arguments: RequestArguments, spec: CanvasSpec, tokenizer: Any
+) -> tuple[int, ...] | None:
+    """Return the tokens that end a thought, of a request that has them made likelier; ``None`` of any other."""
+    if not spec.rule.ends_thoughts or not spec.all_settings(arguments.settings)[_BOOST]:
+        return None
+    return tuple(tokenizer.encode(THOUGHT_END, add_special_tokens=False)) if tokenizer else ()
 
-    Raises:
-        VLLMValidationError: Naming a field that changes the same logits.
-    """
-    name = "end_think_logit_boost"
-    if not spec.rule.ends_thoughts or not spec.all_settings(arguments.settings)[name]:
-        return arguments
+
+def _boosted(params: Any, thought_end: tuple[int, ...] | None) -> Iterator[Problem]:
+    """Find what changes the same logits as the boost of a thought's end, and an end that is too long."""
+    if thought_end is None:
+        return
     for field in ("logit_bias", "allowed_token_ids", "min_tokens"):
         if value := getattr(params, field):
-            refuse(field, f"cannot be combined with {PREFIX}{name}; leave one of them out.", value)
-    tokens = tuple(tokenizer.encode(THOUGHT_END, add_special_tokens=False)) if tokenizer else ()
-    if not 0 < len(tokens) <= MOST_THOUGHT_END:
-        refuse(
-            PREFIX + name,
-            f"needs a tokenizer in which {THOUGHT_END} is 1 to {MOST_THOUGHT_END} tokens; leave it out.",
-        )
-    return msgspec.structs.replace(arguments, thought_end=tokens)
+            reason = f"cannot be combined with {PREFIX}{_BOOST}; leave one of them out."
+            yield field, reason, value
+    if not 0 < len(thought_end) <= MOST_THOUGHT_END:
+        reason = f"needs a tokenizer in which {THOUGHT_END} is 1 to {MOST_THOUGHT_END} tokens; leave it out."
+        yield PREFIX + _BOOST, reason, None
 
 
 def _logprobs(params: Any, model_config: Any, num_slots: int) -> Iterator[Problem]:
