@@ -212,7 +212,7 @@ _HELP = {
     "projected_rows": "Rows projected to the vocabulary.",
     "denoise_steps": "Denoising steps of canvases.",
     "canvases": "Canvases emitted.",
-    "stuck_requests": "Requests that were ended since they settled nothing.",
+    "stuck_requests": "Requests that were ended since they settled nothing, or before their structured output was whole.",
     "canvases_at_step_cap": "Canvases that took as many steps as they may.",
     "verifications": "Verified drafts of a rule whose canvases are drafts.",
 }

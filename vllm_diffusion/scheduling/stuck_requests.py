@@ -4,7 +4,7 @@ Every canvas is done after its step cap, and one that is held to a constraint se
 more position in each step past it. So a request that settles nothing in as many passes as its cap
 will never settle anything, whatever its settings; one whose constraint allows no token where its
 canvas stands is known at once. Such a request ends with the reason, so that none keeps its slot for
-ever.
+ever. An answer that ``max_tokens`` ends before its structured output is whole is counted with them.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ class StuckRequests(SchedulerFeature):
         # By request: passes since a position was settled, and the settled positions of its canvas.
         self._idle_passes: dict[str, tuple[int, int]] = {}
         self._reasons: dict[str, str] = {}
+        # Requests with a structured output that the pass may have ended.
+        self._held: list[Request] = []
 
     def observe(self, part: ReturnedPart) -> None:
         if not part.counts.projected or part.is_stale:
@@ -53,6 +55,8 @@ class StuckRequests(SchedulerFeature):
         passes, before = self._idle_passes.get(request.request_id, (0, 0))
         passes = 0 if num_emitted or num_settled > before else passes + 1
         self._idle_passes[request.request_id] = (passes, 0 if num_emitted else num_settled)
+        if num_emitted and request.use_structured_output:
+            self._held.append(request)
         if passes > part.max_steps + SLACK:
             self.stop(request, f"no position was settled in {passes} passes")
 
@@ -84,6 +88,11 @@ class StuckRequests(SchedulerFeature):
         Args:
             outputs: Outputs of the pass by API process; added to.
         """
+        for request in self._held:
+            if request.status == RequestStatus.FINISHED_LENGTH_CAPPED:
+                # Its constraint may never have been satisfied, as that of an array without a bound.
+                self._counters.observe_stuck_request()
+        self._held.clear()
         for request_id, reason in list(self._reasons.items()):
             self.remove_request(request_id)
             request = self._scheduler.requests.get(request_id)
