@@ -69,6 +69,9 @@ def _noted(handler: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any]
                 'structured_outputs must be an object, such as {"regex": "[a-z]+"}.',
                 parameter="structured_outputs",
             )
+        elif type(error).__name__ == "DecompressionBombError":
+            # Of Pillow, for a picture that vLLM's own limit of pixels would refuse too.
+            error = VLLMValidationError(f"image_url is too large: {error}", parameter="image_url")
         response = await handler(request, error)
         said = json.loads(response.body)["error"]
         path, status = request.url.path, response.status_code
