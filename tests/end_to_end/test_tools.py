@@ -10,11 +10,18 @@ import openai
 import pytest
 
 from tests.support.server import MODEL, Server
+from tests.support.streams import OrderedStream
 
 pytestmark = pytest.mark.engine
 
 # Of the shipped tokenizer.
-TOKENS = {"<eos>": 1, "<|tool_call>": 12}
+TOKENS = {
+    "<eos>": 1,
+    "<|channel>": 7,
+    "<channel|>": 8,
+    "<|tool_call>": 12,
+    "<tool_call|>": 13,
+}
 RECORD = {
     "type": "object",
     "properties": {"name": {"type": "string", "enum": ["ada", "bob"]}, "age": {"type": "integer"}},
@@ -182,3 +189,54 @@ def test_a_thought_does_not_end_the_answer(token: str, server: Server) -> None:
         jsonschema.validate(json.loads(choice.message.content), RECORD)
     else:
         assert choice.finish_reason == "length"
+
+
+def marked_request(**fields: Any) -> dict[str, Any]:
+    """A chat held to a thought, text, a call, text after the call and a thought that reopens, in one canvas."""
+    pieces = (
+        *("<|channel>", "a\n", "<channel|>", "Y", "<|tool_call>", "call:f{a:1}", "<tool_call|>"),
+        *("So.", "<|channel>", "b", "<channel|>"),
+    )
+    elements = [
+        {"type": "token", "token": TOKENS[piece]}
+        if "|" in piece
+        else {"type": "const_string", "value": piece}
+        for piece in pieces
+    ]
+    tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
+    function = {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}
+    return {
+        "messages": [{"role": "user", "content": "Hello."}],
+        "max_tokens": 64,
+        "tools": [{"type": "function", "function": function}],
+        "structured_outputs": {"structural_tag": json.dumps(tag)},
+        **fields,
+    }
+
+
+def test_a_canvas_full_of_marks_streams_as_the_whole_answer(server: Server) -> None:
+    """Thought, text, calls, usage and frames of a stream are those of the whole answer."""
+    request = marked_request()
+    whole = server.post("/v1/chat/completions", request).json()
+    assert "choices" in whole, whole
+    (choice,) = whole["choices"]
+    message = choice["message"]
+    assert message.get("tool_calls"), message
+    (call,) = message["tool_calls"]
+    assert message["reasoning"] == "a\nb"
+    assert message["content"] == "Y"
+    called = [(call["function"]["name"], call["function"]["arguments"])]
+    assert ask(server, _for_client(request), stream=True) == (choice["finish_reason"], called)
+    framed = {**request, "vllm_xargs": {"diffusion_frames": 1}}
+    stream = OrderedStream(server, "/v1/chat/completions", framed)
+    assert stream.frames[0]
+    assert stream.reasoning[0] == message["reasoning"]
+    assert stream.text[0] == message["content"]
+    assert stream.arguments[0] == call["function"]["arguments"] == '{"a": 1}'
+    assert stream.num_tokens == whole["usage"]["completion_tokens"]
+
+
+def _for_client(request: dict[str, Any]) -> dict[str, Any]:
+    own = {"structured_outputs": request["structured_outputs"]}
+    rest = {name: value for name, value in request.items() if name not in own}
+    return {"model": MODEL, **rest, "extra_body": own}

@@ -30,6 +30,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.live.delivery import STEP_MAP, TRACE, WHERE_FRAMES_ARE
 from vllm_diffusion.live.frame import CanvasFrame, CanvasStepMap, ParsedAnswers, StreamedFrame
+from vllm_diffusion.live.streamed_parser import following_whole_answers
 from vllm_diffusion.live.watch import Inbox, items_of
 from vllm_diffusion.requests.arguments import parse_shown
 from vllm_diffusion.requests.http import (
@@ -439,4 +440,15 @@ async def _serving_canvases(stock: Any, engine_client: Any, state: Any, args: An
         # stays the same object.
         if served is not None:
             served.__class__ = cls
+            _stream_whole_answers(served)
     await stock(engine_client, state, args)
+
+
+def _stream_whole_answers(served: Any) -> None:
+    """Give an object of the server parsers whose streams equal whole answers, if its model answers in canvases."""
+    if getattr(served.model_config, "diffusion", None) is None:
+        return
+    # Under one name for chats, under the other for responses.
+    for name in ("parser_cls", "parser"):
+        if parser_cls := getattr(served, name, None):
+            setattr(served, name, following_whole_answers(parser_cls))
