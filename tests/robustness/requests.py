@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.robustness.described import json_of, request_schemas
+from vllm_diffusion.requests.json_schema import CONSTRAINING, NOTES
 
 Fields = Mapping[str, Callable[[random.Random], Any]]
 Posted = tuple[str, Any]
@@ -463,10 +464,44 @@ BROKEN_BODIES = (
 )
 
 
+_ODD_VALUES = (
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1.5,
+    5,
+    "",
+    "x",
+    "^a",
+    [],
+    {},
+    [5],
+    ["a"],
+    {"a": 5},
+    {"type": 5},
+    [{"type": "string"}],
+)
+
+
+def _odd_schema(rng: random.Random, depth: int = 0) -> Any:
+    """Keywords of JSON Schema with values of any type."""
+    schema: dict[str, Any] = {}
+    for keyword in rng.sample(
+        sorted(CONSTRAINING | NOTES | {"nullable", "title"}), rng.randint(1, 3)
+    ):
+        inner = _odd_schema(rng, depth + 1) if depth < 2 else {"type": "string"}
+        odd = rng.choice(_ODD_VALUES)
+        schema[keyword] = rng.choice([odd, inner, [inner], {"a": inner}])
+    return {"type": "object", "properties": {"a": schema}} if rng.random() < 0.3 else schema
+
+
 def _constrained(served: Served, rng: random.Random) -> Posted:
     """A constraint and settings that contradict each other or lead nowhere."""
     path, body = _prompt(served, rng)
-    constraint = rng.choice([rng.choice(HOSTILE_CONSTRAINTS), _constraint(rng)])
+    odd = {"json": _odd_schema(rng)}
+    constraint = rng.choice([rng.choice(HOSTILE_CONSTRAINTS), _constraint(rng), odd])
     hard = rng.choice(HARD_SETTINGS)
     xargs = {"diffusion_max_steps": rng.randint(1, 4), **hard.get("vllm_xargs", {})}
     max_tokens = rng.randint(1, 3 * served.canvas_length)

@@ -128,7 +128,7 @@ def _text(kind: str, value: Any) -> str:
             ) from None
         except (TypeError, ValueError) as error:
             raise SchemaError(f"is no JSON: {error}") from None
-    if not isinstance(value, str) or not value.strip():
+    if not isinstance(value, str) or (kind != "regex" and not value.strip()):
         raise SchemaError(f"{kind} must be a text, and not empty")
     if len(value) > bounds.MOST_CONSTRAINT:
         raise SchemaError(f"{kind} may have {bounds.MOST_CONSTRAINT} characters; got {len(value)}")

@@ -6,6 +6,8 @@ Both processes use it: the API process to refuse what it does not follow, the en
 from __future__ import annotations
 
 import functools
+import json
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -50,6 +52,12 @@ def guidance_grammar(kind: str, text: str) -> str:
 
     if kind == "json":
         return LLMatcher.grammar_from_json_schema(text)
+    if kind == "choice":
+        # llguidance has at most 2,000 alternatives of a rule, and more of an expression.
+        escaped = (
+            re.sub(r"([\\.+*?()|\[\]{}^$#&~-])", r"\\\1", choice) for choice in json.loads(text)
+        )
+        kind, text = "regex", "|".join(f"(?:{choice})" for choice in escaped)
     return grammar_from("lark" if kind == "grammar" else kind, text)  # type: ignore[arg-type]
 
 

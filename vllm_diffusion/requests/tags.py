@@ -47,9 +47,14 @@ def written_tag(text: str) -> str:
     """
     from xgrammar import Grammar
 
-    tag = json.loads(text)
-    if isinstance(tag, dict) and "structures" in tag:
-        tag = _in_new_form(tag)
+    try:
+        tag = json.loads(text)
+        if isinstance(tag, dict) and "structures" in tag:
+            tag = _in_new_form(tag)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise SchemaError(
+            f"structural_tag is malformed ({type(error).__name__}: {error})"
+        ) from None
     for holder in _with_schemas(tag):
         is_json = holder.get("style", "json") == "json"
         schema = plain_schema(holder["json_schema"])

@@ -141,6 +141,13 @@ def test_white_space_that_is_none(pattern: str) -> None:
         ({"grammar": 'start: x\nx[stop="b"]: /.*/'}, "max_tokens=... or stop=... lexemes"),
         ({"grammar": "root ::= rest"}, "grammar is not followed"),
         ({"grammar": " "}, "grammar must be a text"),
+        ({"structural_tag": "x"}, "structural_tag is malformed"),
+        ({"structural_tag": '{"structures": 5, "triggers": []}'}, "structural_tag is malformed"),
+        (
+            {"structural_tag": '{"structures": [{"begin": 1}], "triggers": []}'},
+            "is malformed (KeyError",
+        ),
+        ({"structural_tag": "{}"}, "is no structural tag"),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -149,6 +156,24 @@ def test_refusals(fields: dict[str, Any], words: str) -> None:
     said = refusal(**fields)
     assert words in said
     assert len(said) < 600
+
+
+CHOICES = ["a.b", "(x", "a|b", "\\d", "é", "", " y", "a-b", "[z]", "{2}", 'q"r', "x\ny", "/"]
+
+
+@pytest.mark.parametrize("choices", [CHOICES, [f"choice {i}" for i in range(bounds.MOST_CHOICES)]])
+def test_choices(choices: list[str]) -> None:
+    """Each choice is accepted as it is written, and nothing else, however many there are."""
+    from llguidance import LLMatcher, LLTokenizer
+
+    from vllm_diffusion.requests.guidance import guidance_grammar
+
+    grammar = guidance_grammar("choice", json.dumps(read(choice=choices).choice))
+    machine = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+    for text in (*choices[:20], *choices[-20:], "aab", "3", "choice", "z"):
+        copied, tokens = machine.deep_copy(), [*text.encode()]
+        is_read = not tokens or copied.try_consume_tokens(tokens) == len(tokens)
+        assert (is_read and copied.is_accepting()) == (text in choices), text
 
 
 def test_schemas_of_a_structural_tag() -> None:
