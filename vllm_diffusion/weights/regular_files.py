@@ -54,6 +54,8 @@ def json_object(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"is not valid JSON ({error})") from None
+    except RecursionError:
+        raise ValueError("is not JSON that can be read: it nests too deep") from None
     if not isinstance(content, dict):
         raise ValueError("must hold a JSON object")
     return content

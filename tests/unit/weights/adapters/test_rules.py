@@ -203,7 +203,11 @@ def test_files(rules: AdapterRules, tmp_path: Path) -> None:
     assert f"it has no {WEIGHTS}" in said()
     (folder / WEIGHTS).write_bytes(whole)
     rules.check(str(folder))
-    for text, sentence in (("{", "not valid JSON"), ("[]", "must hold a JSON object")):
+    for text, sentence in (
+        ("{", "not valid JSON"),
+        ("[]", "must hold a JSON object"),
+        ("[" * 100_000, "nests too deep"),
+    ):
         (folder / CONFIG).write_text(text)
         assert sentence in said()
     (folder / CONFIG).unlink()
