@@ -186,6 +186,11 @@ class RequestReport(msgspec.Struct, array_like=True):
         return np.frombuffer(msgspec.msgpack.encode(self), dtype=np.uint8)
 
     @staticmethod
+    def is_in(array: np.ndarray) -> bool:
+        """Return true for an array of :meth:`encode`; experts are [num_tokens, num_layers, top_k]."""
+        return array.ndim == 1 and array.dtype == np.uint8
+
+    @staticmethod
     def decode(array: np.ndarray) -> RequestReport:
         """The inverse of :meth:`encode`."""
         return _DECODER.decode(np.ascontiguousarray(array).data)

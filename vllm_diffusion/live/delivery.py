@@ -179,7 +179,12 @@ def _taking_reports(
 ) -> Any:
     of_vllm = []
     for output in engine_core_outputs:
-        report, output.routed_experts = output.routed_experts, None
+        report = output.routed_experts
+        if report is not None and not RequestReport.is_in(report):
+            # Of another model of this process: vLLM hands on which experts its tokens had.
+            of_vllm.append(output)
+            continue
+        output.routed_experts = None
         state = self.request_states.get(output.request_id)
         if report is not None and state is not None:
             state.take(RequestReport.decode(report), output)

@@ -117,3 +117,11 @@ def test_nobody_watches() -> None:
         # The batch is not so much as looked at.
         assert connector.prepare_output(object()) is None  # type: ignore[arg-type]
     assert operations.count == 0
+
+
+@given(st.integers(0, 4), st.sampled_from(["int16", "uint16", "uint8"]))
+def test_experts_are_no_report(num_tokens: int, dtype: str) -> None:
+    """The experts of an ordinary model's tokens travel in the same field, in bytes too, and are no report."""
+    assert not RequestReport.is_in(np.zeros((num_tokens, 3, 2), dtype))
+    assert RequestReport.is_in(RequestReport().encode())
+    assert RequestReport.is_in(np.frombuffer(RequestReport().encode().tobytes(), np.uint8))
