@@ -5,6 +5,8 @@ vLLM's ``--api-key`` guards ``/v1`` and three other prefixes. ``docs/operate/sec
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from collections.abc import Awaitable
 from typing import Any
 
@@ -57,6 +59,13 @@ class RequireKey(AuthenticationMiddleware):
                 "environment variable VLLM_API_KEY; set it, in place of --api-key."
             )
         super().__init__(app, tokens=[envs.VLLM_API_KEY])
+
+    def verify_token(self, headers: Any) -> bool:
+        """Return true for the key as a bearer, or in the ``x-api-key`` that clients of Anthropic's API send."""
+        if super().verify_token(headers):
+            return True
+        given = hashlib.sha256(headers.get("x-api-key", "").encode()).digest()
+        return any(secrets.compare_digest(given, token) for token in self.api_tokens)
 
     def __call__(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
         """Answer 401 where the key is missing; an ASGI application."""

@@ -43,6 +43,20 @@ def test_guarded(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert client().post(path, headers=KEY).text == "answer"
 
 
+def test_key_of_other_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients of Anthropic's API send the key in x-api-key, which counts beside the bearer and in its place."""
+    monkeypatch.setenv("VLLM_API_KEY", "the key")
+    post = client().post
+    assert post("/v1/messages", headers={"x-api-key": "the key"}).text == "answer"
+    assert post("/v1/messages", headers={"X-API-Key": "another"}).status_code == 401
+    assert post("/v1/messages", headers={"x-api-key": ""}).status_code == 401
+    assert post("/v1/messages", headers={"x-api-key": "Bearer the key"}).status_code == 401
+    assert post("/v1/messages", headers={"x-api-key": "\u00e9".encode()}).status_code == 401
+    both = {"Authorization": "Bearer none", "x-api-key": "the key"}
+    assert post("/v1/messages", headers=both).text == "answer"
+    assert post("/v1/messages", headers=KEY | {"x-api-key": "another"}).text == "answer"
+
+
 @pytest.mark.parametrize("path", ["/health", "/ping", "/metrics"])
 def test_open(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What load balancers and Prometheus ask."""
