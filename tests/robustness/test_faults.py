@@ -142,10 +142,26 @@ def test_thread_of_the_engine_raises(thread: str, tmp_path: Path) -> None:
     "options", [(), ("--tensor-parallel-size", "2")], ids=["one rank", "two ranks"]
 )
 def test_terminated(options: tuple[str, ...], tmp_path: Path) -> None:
-    """SIGTERM with requests in flight: each client gets an error or an end. Processes are spawned, as
-    ``vllm serve`` does."""
+    """SIGTERM with requests in flight: each client gets an error or an end, a request that comes late a 503.
+
+    Processes are spawned, as ``vllm serve`` does.
+    """
     with small_server(tmp_path, *options, VLLM_WORKER_MULTIPROC_METHOD="spawn") as server:
         clients = start_clients(server)
+        statuses: list[int] = []
+        late = threading.Thread(target=tokenize_until_gone, args=(server, statuses), daemon=True)
         with leaves_nothing(server):
             server.process.send_signal(signal.SIGTERM)
+            late.start()
             assert_all_end(clients)
+        late.join(WAIT_SECONDS)
+        assert set(statuses) - {200} == {503}
+
+
+def tokenize_until_gone(server: Server, statuses: list[int]) -> None:
+    """Send requests that end at once until nobody answers, and append their statuses."""
+    while True:
+        try:
+            statuses.append(server.post("/tokenize", {"prompt": "a"}).status_code)
+        except httpx.TransportError:
+            return

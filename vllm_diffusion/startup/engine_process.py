@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from vllm_diffusion.hooks.replacement import replaces_call
 
@@ -79,7 +79,10 @@ def _not_collecting(stock: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def end_quietly() -> None:
-    """Log no failure of an engine that the API process itself has ended. This is safe to call twice."""
+    """Let a server end its engine without an error: none in its log, and a 503 for requests that come late.
+
+    This is safe to call twice.
+    """
     _ending_quietly.install()
 
 
@@ -92,7 +95,22 @@ def _ending_quietly(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     client = getattr(self, "engine_core", None)
     if client is not None and not client.resources.engine_dead:
         logging.getLogger("vllm.v1.engine.async_llm").addFilter(_is_no_dead_engine)
+    # vLLM shuts down an engine that was not made completely, too.
+    if renderer := getattr(self, "renderer", None):
+        for executor in (renderer._executor, renderer._mm_executor):
+            executor.submit = _refuse_when_stopping
     stock(self, *args, **kwargs)
+
+
+def _refuse_when_stopping(*_: Any) -> NoReturn:
+    """Answer 503 to a request that comes while the server is being stopped.
+
+    vLLM prepares a prompt in threads that it ends before anything else; the ended ones raise an error of Python's,
+    which would be a 500 with a trace in the log.
+    """
+    from vllm.exceptions import RetryableRequestError
+
+    raise RetryableRequestError("The server is being stopped; send the request again later.")
 
 
 def _is_no_dead_engine(record: logging.LogRecord) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import importlib
 import io
@@ -9,7 +10,9 @@ import logging
 import multiprocessing
 import sys
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -100,6 +103,38 @@ def test_a_server_that_ends_its_engine(engine_dead: bool, monkeypatch: pytest.Mo
         logger.removeHandler(handler)
     assert ("EngineDeadError" in stream.getvalue()) is engine_dead
     assert "RuntimeError: something else" in stream.getvalue()
+
+
+def _end_threads(engine: mock.Mock) -> None:
+    """Do what vLLM's renderer does first when a server is stopped."""
+    engine.renderer._executor.shutdown(wait=False)
+    engine.renderer._mm_executor.shutdown(wait=False)
+
+
+def test_a_request_while_the_server_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that vLLM can no longer prepare is answered with 503, which a client may send again."""
+    from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+    from vllm.exceptions import RetryableRequestError
+    from vllm.renderers.base import _SwappableExecutor
+    from vllm.utils.async_utils import make_async
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    monkeypatch.setattr(AsyncLLM, "shutdown", _end_threads)
+    engine_process.end_quietly()
+    renderer = SimpleNamespace(
+        _executor=_SwappableExecutor(max_workers=1), _mm_executor=ThreadPoolExecutor(1)
+    )
+    prepare = [make_async(len, executor=e) for e in (renderer._executor, renderer._mm_executor)]
+
+    async def prepared(index: int) -> int:
+        return await prepare[index]("a prompt")
+
+    assert [asyncio.run(prepared(index)) for index in (0, 1)] == [8, 8]
+    AsyncLLM.shutdown(mock.Mock(renderer=renderer))
+    for index in (0, 1):
+        with pytest.raises(RetryableRequestError, match="is being stopped") as raised:
+            asyncio.run(prepared(index))
+        assert create_error_response(raised.value).error.code == 503
 
 
 def test_a_script_keeps_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
