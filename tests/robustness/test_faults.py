@@ -6,6 +6,8 @@ pytest -m slow tests/robustness/test_faults.py
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +28,7 @@ pytestmark = pytest.mark.engine
 
 # A start and an end of a server on busy cores.
 WAIT_SECONDS = 120
+PROBE = Path(__file__).resolve().parents[2] / "examples/kubernetes/alive.py"
 # One request of the longest kind fills it.
 SMALL_CACHE = ("--kv-cache-memory-bytes", str(9 * 1024**2 // 4))
 
@@ -165,3 +168,30 @@ def tokenize_until_gone(server: Server, statuses: list[int]) -> None:
             statuses.append(server.post("/tokenize", {"prompt": "a"}).status_code)
         except httpx.TransportError:
             return
+
+
+def probe(server: Server, seconds: float) -> int:
+    """Return the exit status of the probe that the examples for Kubernetes have."""
+    command = [sys.executable, str(PROBE), "--url", server.url, "--seconds", str(seconds)]
+    return subprocess.run(command, timeout=WAIT_SECONDS, check=False).returncode
+
+
+@pytest.mark.slow
+def test_engine_that_stands_still(tmp_path: Path) -> None:
+    """The probe fails while the engine's process is stopped, idle or busy, and passes before and after.
+
+    ``/health`` notices nothing. A request of a busy server may wait for longer than the probe does.
+    """
+    with small_server(tmp_path) as server:
+        (engine,) = [p for p in server.processes() if "EngineCore" in "".join(p.cmdline())]
+        for start in (lambda _: [], start_clients):
+            clients = start(server)
+            assert probe(server, 60) == 0
+            engine.suspend()
+            # What it had computed before is counted meanwhile.
+            time.sleep(2)
+            assert probe(server, 5) == 1
+            assert httpx.get(f"{server.url}/health").status_code == 200
+            engine.resume()
+            assert probe(server, 60) == 0
+            assert set(assert_all_end(clients)) <= {"end"}

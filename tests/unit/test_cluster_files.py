@@ -113,13 +113,35 @@ def test_pods() -> None:
     # The chart's own words.
     for name in ("modelCommand", "mountModelVolume"):
         del container[name]
+    container |= container.pop("extraConfig")
     predictor = _read("kserve.yaml")["spec"]["predictor"]
     assert predictor["terminationGracePeriodSeconds"] >= 30
     for name in ("minReplicas", "maxReplicas"):
         del predictor[name]
-    for spec in ({"containers": [container]}, predictor):
+    engine = _read("production-stack.yaml")["servingEngineSpec"]
+    # The chart has the request of /health, which the start keeps.
+    engine["startupProbe"]["httpGet"] = {"path": "/health", "port": 8000}
+    probes = {name: engine[name] for name in ("startupProbe", "livenessProbe")}
+    stack = {"containers": [{"name": "vllm", "image": "vllm-diffusion:0.33", **probes}]}
+    for spec in ({"containers": [container]}, predictor, stack):
+        # A server must be started again after any end; a pod does so unless it is told otherwise.
+        assert spec.get("restartPolicy", "Always") == "Always"
+        _check_probes(spec["containers"][0])
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": spec}
         kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
+
+
+def _check_probes(container: dict[str, Any]) -> None:
+    """The probe is in the image, asks the port of the start, and ends by itself before Kubernetes ends it."""
+    start, alive = container["startupProbe"], container["livenessProbe"]
+    python, script, url, seconds = alive["exec"]["command"]
+    assert python == "python3"
+    assert f"COPY examples/kubernetes/alive.py {script}" in CONTAINERFILE
+    assert url == f"--url=http://127.0.0.1:{start['httpGet']['port']}"
+    assert float(seconds.removeprefix("--seconds=")) + 5 <= alive["timeoutSeconds"]
+    # An engine may take long over one pass, and a start does.
+    assert alive["failureThreshold"] * alive["periodSeconds"] >= 60
+    assert start["failureThreshold"] * start["periodSeconds"] >= 600
 
 
 @pytest.mark.engine
