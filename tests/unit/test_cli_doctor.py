@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,3 +114,22 @@ def test_gpu(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) ->
     assert outcomes["statistics, triton"] == "wrong"
     names = f"ptxas /home/alice/.triton/cache/x.ptx on {socket.gethostname()} ~/secret/run 1/2"
     assert gpu_report.without_names(names) == "ptxas x.ptx on this machine run 1/2"
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_problem"), [({}, True), ({"XDG_CACHE_HOME": "."}, False)]
+)
+def test_cache_of_a_user_without_a_home(
+    variables: dict[str, str], is_problem: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would make a folder named ~ where it was started; the remedy names the variable to set."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("HOME", "XDG_CACHE_HOME", "VLLM_CACHE_ROOT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    fact = doctor.cache_fact("vLLM's cache", "VLLM_CACHE_ROOT", "vllm")
+    assert (fact.mark == PROBLEM, "VLLM_CACHE_ROOT" in fact.remedy) == (is_problem, is_problem)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    assert doctor.cache_fact("vLLM's cache", "VLLM_CACHE_ROOT", "vllm").mark != PROBLEM

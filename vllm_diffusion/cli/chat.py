@@ -234,7 +234,8 @@ class Conversation:
         if value.startswith(("http://", "https://", "data:")):
             self.images.append(value)
             return "The image goes with the next message."
-        path = Path(value).expanduser()
+        # pathlib raises for a user without a home.
+        path = Path(os.path.expanduser(value))
         kind = mimetypes.guess_type(path.name)[0] or ""
         if not kind.startswith("image/"):
             return f"/image needs the file or the address of an image; got {printable(value)}."

@@ -182,9 +182,8 @@ def machine_facts() -> Iterator[Fact]:
         )
         remedy = "install g++ (Debian and Ubuntu: apt install g++)"
         yield Fact("C++ compiler", slower, remedy, WARNING)
-    cache = cache_folder()
-    yield disk_fact("vLLM's cache", Path(os.environ.get("VLLM_CACHE_ROOT", cache / "vllm")))
-    yield disk_fact("models' cache", Path(os.environ.get("HF_HOME", cache / "huggingface")))
+    yield cache_fact("vLLM's cache", "VLLM_CACHE_ROOT", "vllm")
+    yield cache_fact("models' cache", "HF_HOME", "huggingface")
 
 
 def system_fact(system: str, machine: str) -> Fact:
@@ -210,9 +209,20 @@ def accelerator_facts() -> Iterator[Fact]:
     yield Fact("accelerator", accelerator + devices)
 
 
+def cache_fact(name: str, variable: str, folder: str) -> Fact:
+    """Judge the place of a cache: what a variable names, or a folder in the user's cache folder."""
+    if named := os.environ.get(variable):
+        return disk_fact(name, Path(named))
+    if (cache := cache_folder()) is None:
+        remedy = f"set HOME to a folder that can be written, or {variable}"
+        return Fact(name, "none: this user has no home folder", remedy)
+    return disk_fact(name, cache / folder)
+
+
 def disk_fact(name: str, path: Path) -> Fact:
     """Judge the place of a folder, which may have to be made."""
-    existing = next(each for each in (path, *path.absolute().parents) if each.exists())
+    # Of a folder that this user may not search, os.path says that nothing is there, and pathlib raises.
+    existing = next(each for each in (path, *path.absolute().parents) if os.path.exists(each))
     if not os.access(existing, os.W_OK):
         return Fact(name, f"{path} cannot be written", f"make {existing} writable")
     free = shutil.disk_usage(existing).free

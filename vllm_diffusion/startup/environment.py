@@ -66,11 +66,17 @@ def compile_once() -> None:
 
     This applies only if Python is set not to write bytecode and the environment was installed
     without it. A folder that ``PYTHONPYCACHEPREFIX`` names is used instead of ours; if it cannot be
-    written, nothing changes. Modules that are already imported are not cached: call this first.
+    written, or the user has no cache folder, nothing changes. Modules that are already imported are not cached: call this first.
     """
     if not sys.dont_write_bytecode or is_compiled():
         return
-    folder = Path(sys.pycache_prefix or cache_folder() / "vllm-diffusion" / "bytecode")
+    cache = cache_folder()
+    if sys.pycache_prefix is not None:
+        folder = Path(sys.pycache_prefix)
+    elif cache is not None:
+        folder = cache / "vllm-diffusion" / "bytecode"
+    else:
+        return
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError:
@@ -89,6 +95,12 @@ def is_compiled() -> bool:
     return all(Path(cache_from_source(source)).exists() for source in sources)
 
 
-def cache_folder() -> Path:
-    """Return the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+def cache_folder() -> Path | None:
+    """Return the user's cache folder; ``None`` for a user without a home, as containers may have it.
+
+    A user that is only a number, and no ``HOME``, is how OpenShift runs a container.
+    """
+    if named := os.environ.get("XDG_CACHE_HOME"):
+        return Path(named)
+    home = os.path.expanduser("~")
+    return None if home == "~" else Path(home) / ".cache"

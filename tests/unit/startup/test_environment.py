@@ -84,6 +84,36 @@ def test_a_folder_of_the_user(packages: Path, tmp_path: Path) -> None:
     assert {"torch", "vllm"} <= set(compiled(mine))
 
 
+# As a user without an entry in the machine's list of users, who has no HOME.
+NOBODY = """
+import os, pwd, sys
+os.environ.pop("HOME", None); os.environ.pop("XDG_CACHE_HOME", None)
+def unknown(number): raise KeyError(number)
+pwd.getpwuid = unknown
+from vllm_diffusion.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("command", ["--help", "checkpoint", "demo --help", "doctor --help"])
+def test_a_user_without_a_home(command: str, packages: Path, tmp_path: Path) -> None:
+    """Commands run for a user of whom a container knows a number only, and write nothing where they are."""
+    here = tmp_path / "here"
+    here.mkdir()
+    told = subprocess.run(
+        [sys.executable, "-c", NOBODY, *command.split()],
+        env={"PYTHONPATH": os.pathsep.join([str(packages), str(ROOT)])}
+        | {"PYTHONDONTWRITEBYTECODE": "1", "PATH": os.environ["PATH"]},
+        cwd=here,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert told.returncode == 0, told.stderr
+    assert told.stderr == ""
+    assert list(here.iterdir()) == []
+
+
 VARIABLE = "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"
 
 
