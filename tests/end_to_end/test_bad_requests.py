@@ -63,7 +63,8 @@ def test_prompt_longer_than_the_model_length(num_tokens: int, server: Server) ->
 
 def test_prompt_as_long_as_the_model_length(server: Server) -> None:
     """A prompt that leaves no room for a token is refused."""
-    _assert_refused(_complete(server, prompt=[50] * SHARED_MAX_MODEL_LEN), "max_tokens")
+    response = _complete(server, prompt=[50] * SHARED_MAX_MODEL_LEN)
+    _assert_refused(response, "max_tokens", "A prompt that fills the model's length")
 
 
 def test_chat_longer_than_the_model_length(server: Server) -> None:
@@ -139,6 +140,86 @@ def test_structured_outputs_that_are_no_object(value: Any, server: Server) -> No
     response = _chat(server, "hi", structured_outputs=value)
     _assert_refused(response, "structured_outputs")
     assert response.json()["error"]["param"] == "structured_outputs"
+
+
+MALFORMED: list[Any] = [
+    {"type": 5},
+    {"type": 1.5},
+    {"type": "object", "required": 5},
+    {"type": "integer", "multipleOf": True},
+    {"type": "integer", "multipleOf": 0},
+    {"properties": []},
+    {"propertyNames": {"pattern": ["a"]}},
+    {"minProperties": "x"},
+    {"oneOf": [{"type": False}, {"type": "string"}]},
+    {"allOf": 3, "format": "date", "pattern": "a"},
+    {"prefixItems": 5},
+    {"$defs": {"a": 5}},
+]
+
+
+@pytest.mark.parametrize("schema", MALFORMED, ids=str)
+def test_malformed_schema(schema: dict[str, Any], server: Server) -> None:
+    """A schema whose keyword has a value of another type is a 400 with its place on every path, and leaves a line."""
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    text = {"format": {"type": "json_schema", "name": "a", "schema": schema}}
+    before = len(server.log.read_text(errors="replace"))
+    for response in (
+        _complete(server, structured_outputs={"json": schema}),
+        _chat(server, "hi", response_format=form),
+        server.post("/v1/responses", {"input": "hi", "text": text}),
+    ):
+        _assert_refused(response, "#/")
+    logged = server.log.read_text(errors="replace")[before:]
+    assert logged.count(" refused (400, structured_outputs): ") == 3
+    assert "Traceback" not in logged
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"guided_json": {"type": "object"}}, "guided_json"),
+        ({"use_beam_search": True, "n": 2}, "use_beam_search"),
+        ({"diffusion_max_steps": 0}, "diffusion_max_steps"),
+        ({"diffusion_max_step": 1}, "diffusion_max_step"),
+    ],
+    ids=str,
+)
+def test_fields_that_would_be_ignored(fields: dict[str, Any], field: str, server: Server) -> None:
+    """A field that vLLM's protocol takes without a word is refused by its name, or honoured."""
+    for response in (_complete(server, **fields), _chat(server, "hi", **fields)):
+        _assert_refused(response, field)
+        assert response.json()["error"]["param"] == field
+
+
+def test_arguments_at_the_top_of_a_body(server: Server) -> None:
+    """An argument at the top of a body has the effect that it has within ``vllm_xargs``."""
+    asked = {"max_tokens": 8, "ignore_eos": True, "temperature": 0.0}
+    top = _complete(server, diffusion_step_map=True, diffusion_max_steps=2, **asked)
+    within = _complete(
+        server, vllm_xargs={"diffusion_step_map": True, "diffusion_max_steps": 2}, **asked
+    )
+    assert top.json()["choices"] == within.json()["choices"]
+    assert max(top.json()["choices"][0]["diffusion_step_map"]) <= 2
+
+
+def test_thread_of_anthropic(server: Server) -> None:
+    """A conversation that the server should keep is refused with the details by which SDKs send all of it."""
+    messages = [{"role": "user", "content": "hi"}]
+    body = {"max_tokens": 4, "messages": messages, "thread": {"id": "a"}}
+    response = server.post("/v1/messages", body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["details"] == {"error_code": "thread_unsupported_request"}
+    assert "thread" in error["message"]
+    assert server.post("/v1/messages", {**body, "thread": None}).status_code == 200
+
+
+def test_long_body(server: Server) -> None:
+    """A body of more text than any prompt is refused by its length."""
+    response = _complete(server, prompt="a" * (9 * 2**20))
+    assert response.status_code == 413
+    assert response.json()["error"]["param"] == "body"
 
 
 DEEP = '{"a":' * 3000 + "1" + "}" * 3000

@@ -15,9 +15,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.logger import init_logger
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.requests import bounds
@@ -87,7 +88,10 @@ def _noted(handler: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any]
         if not said["message"]:
             said["message"] = f"The server failed ({type(error).__name__}); its log has the cause."
             response = type(response)({"error": said}, status_code=status)
-        logger.error("%s failed (%d): %s", path, status, said["message"], exc_info=error)
+        # These have said why where they were raised.
+        is_explained = isinstance(error, (GenerationError, EngineDeadError))
+        trace = None if is_explained else error
+        logger.error("%s failed (%d): %s", path, status, one_line(said["message"]), exc_info=trace)
         return response
 
     return answer

@@ -13,7 +13,7 @@ import pytest
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import RetryableRequestError, VLLMValidationError
 
 from vllm_diffusion.requests import bounds
 from vllm_diffusion.requests.http import (
@@ -213,9 +213,15 @@ def test_characters_of_a_prompt() -> None:
             logging.INFO,
             False,
         ),
-        (KeyError("26"), "failed (500): The server failed (KeyError)", logging.ERROR, True),
+        (KeyError("26"), "failed (500): 'The server failed (KeyError)", logging.ERROR, True),
+        (
+            RetryableRequestError("a"),
+            "failed (500): 'The server failed (Retr",
+            logging.ERROR,
+            False,
+        ),
     ],
-    ids=["refusal", "failure"],
+    ids=["refusal", "failure", "a server that is being stopped"],
 )
 def test_what_is_answered_is_noted(
     error: Exception, said: str, level: int, has_trace: bool, caplog: pytest.LogCaptureFixture
