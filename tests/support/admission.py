@@ -49,8 +49,13 @@ def validate(params: Any, vllm_config: Any) -> None:
     Processor(vllm_config).process_inputs("request", prompt, params, ("generate",))
 
 
-def checked(params: Any, spec: Any) -> None:
+def checked(params: Any, spec: Any, checkpoint: Any = None) -> None:
     """Check a request for canvases of a description as the API process does.
+
+    Args:
+        params: The request's ``SamplingParams``.
+        spec: Description of the canvases.
+        checkpoint: Folder of the model; ``None`` for the shipped one.
 
     Raises:
         ValueError: If the request is refused.
@@ -59,6 +64,6 @@ def checked(params: Any, spec: Any) -> None:
     from vllm_diffusion.requests import validation
 
     validation.install()
-    config = vllm_config()
+    config = vllm_config(checkpoint)
     replan(config, spec=spec)
     validate(params, config)

@@ -41,6 +41,7 @@ from vllm_diffusion.requests.http import (
     read_body,
 )
 from vllm_diffusion.requests.refusals import ending_with_refusal, refuse
+from vllm_diffusion.startup.plan import spec_of
 from vllm_diffusion.weights.adapters.early_checks import rules_of
 
 _WHERE_TRACES_ARE = (
@@ -446,7 +447,7 @@ async def _serving_canvases(stock: Any, engine_client: Any, state: Any, args: An
 
 def _stream_whole_answers(served: Any) -> None:
     """Give an object of the server parsers whose streams equal whole answers, if its model answers in canvases."""
-    if getattr(served.model_config, "diffusion", None) is None:
+    if spec_of(served.model_config) is None:
         return
     # Under one name for chats, under the other for responses.
     for name in ("parser_cls", "parser"):

@@ -22,7 +22,7 @@ from tests.support.families.model import TinyModel
 from tests.support.loading import load, one_rank
 from tests.support.refused import refusal, refusal_of_row, refused_rows
 from tests.support.specs import masked_spec
-from tests.support.vllm_configs import configure, replan, vllm_config
+from tests.support.vllm_configs import configure
 from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.levenshtein import Levenshtein
@@ -287,17 +287,11 @@ def test_arguments_of_a_request(field: str, value: Any, spec: CanvasSpec) -> Non
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    from vllm_diffusion.requests import validation
-
-    def validate(params: Any) -> None:
-        config = vllm_config(shipped_checkpoint("sdar"))
-        replan(config, spec=spec)
-        validation.validate_sampling_params(params, config.model_config)
-        validation.validate_diffusion_arguments(params, spec, 320)
+    from tests.support.admission import checked
 
     given = {"extra_args": {field: value}} if field.startswith("diffusion") else {field: value}
     with pytest.raises(VLLMValidationError, match=field) as raised:
-        validate(SamplingParams(**given))
+        checked(SamplingParams(**given), spec, shipped_checkpoint("sdar"))
     assert raised.value.parameter == field
 
 

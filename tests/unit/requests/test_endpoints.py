@@ -30,6 +30,7 @@ def test_objects_keep_their_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     async def stock(engine_client: Any, state: Any, args: Any) -> None:
         seen.append((engine_client, state.served.answer(), args))
 
+    monkeypatch.setattr(http, "_stream_whole_answers", lambda served: None)
     monkeypatch.setattr(http, "ENDPOINTS", dict.fromkeys(("served", "left_out", "unknown"), Ours))
     asyncio.run(http._serving_canvases.make(stock)("client", state, "args"))
     assert state.served is served
