@@ -194,7 +194,7 @@ def test_fields_that_would_be_ignored(fields: dict[str, Any], field: str, server
 
 def test_arguments_at_the_top_of_a_body(server: Server) -> None:
     """An argument at the top of a body has the effect that it has within ``vllm_xargs``."""
-    asked = {"max_tokens": 8, "ignore_eos": True, "temperature": 0.0}
+    asked = {"max_tokens": 8, "ignore_eos": True, "seed": 1}
     top = _complete(server, diffusion_step_map=True, diffusion_max_steps=2, **asked)
     within = _complete(
         server, vllm_xargs={"diffusion_step_map": True, "diffusion_max_steps": 2}, **asked

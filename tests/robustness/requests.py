@@ -266,6 +266,9 @@ def valid_generation(served: Served, rng: random.Random) -> Posted:
         body["bad_words"] = rng.choice(WORDS)
     elif special == "seeded":
         xargs |= _seeded_canvas(served, rng)
+        if allowed := body.get("allowed_token_ids"):
+            pinned = (xargs["diffusion_seed_canvas"][i] for i in xargs["diffusion_pinned"])
+            body["allowed_token_ids"] = [*allowed, *pinned]
     elif special == "logprobs":
         body |= _logprobs(path, rng.randint(0, 4))
     elif special == "read":

@@ -80,12 +80,12 @@ def _naming_fields(stock_check: Any, self: Any) -> None:
         stock_check(self)
     except VLLMValidationError as error:
         message = str(error.args[0])
-        field = message.partition(" ")[0]
-        if error.parameter is not None or field not in SamplingParams.__struct_fields__:
+        field = error.parameter or message.partition(" ")[0]
+        if field == "max_tokens" and self.max_tokens == 0:
+            message += " A prompt that fills the model's length leaves none: shorten it, or raise --max-model-len."
+        elif error.parameter is not None or field not in SamplingParams.__struct_fields__:
             raise
         value = getattr(self, field)
-        if field == "max_tokens" and value == 0:
-            message += " A prompt that fills the model's length leaves none: shorten it, or raise --max-model-len."
         raise VLLMValidationError(message, parameter=field, value=value) from None
     note_filters(self)
 
