@@ -5,6 +5,7 @@ A parameter that a way does not have is refused by name; with any other the engi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -146,6 +147,47 @@ def test_in_one_batch(served: Served) -> None:
     for some, all_of_them in zip(few, every, strict=True):
         for token, one in some.items():
             assert one.logprob == pytest.approx(all_of_them[token].logprob, abs=1e-5)
+
+
+CONSTRAINTS: dict[str, tuple[dict[str, Any], str]] = {
+    "EBNF": ({"grammar": 'root ::= "<" ("a" | "b"){3} ">"'}, "<[ab]{3}>"),
+    "a schema": (
+        {"json": {"type": "string", "pattern": "^[a-z]+$", "maxLength": 3}},
+        '"[a-z]{1,3}"',
+    ),
+    "an expression": ({"regex": "[0-9]{3}-[a-f]{2}"}, "[0-9]{3}-[a-f]{2}"),
+    "choices": ({"choice": ["blue", "dark red"]}, "blue|dark red"),
+    "Lark": ({"grammar": 'start: "x" ("y"|"z")~3'}, "x[yz]{3}"),
+}
+
+
+CONSTRAINED = ("autoregressive", "diffusion")
+
+
+@pytest.mark.parametrize(
+    "served", [WAYS[way] for way in CONSTRAINED], ids=CONSTRAINED, indirect=True
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_constraints_of_each_back_end(served: Served, temperature: float) -> None:
+    """Each request has the back end of its constraint, in a batch and whichever came first, canvases or not."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    for names in (["a schema"], ["EBNF"], [*CONSTRAINTS]):
+        wanted = [
+            served.engine.sampling_params(
+                seed=5,
+                temperature=temperature,
+                max_tokens=40,
+                skip_special_tokens=True,
+                structured_outputs=StructuredOutputsParams(**CONSTRAINTS[name][0]),
+            )
+            for name in names
+        ]
+        outputs = served.engine.outputs([PROMPT] * len(names), wanted)
+        for name, output in zip(names, outputs, strict=True):
+            (answer,) = output.outputs
+            assert answer.finish_reason == "stop", name
+            assert re.fullmatch(CONSTRAINTS[name][1], answer.text), (name, answer.text)
 
 
 @pytest.mark.slow
