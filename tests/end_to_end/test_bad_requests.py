@@ -215,6 +215,15 @@ def test_thread_of_anthropic(server: Server) -> None:
     assert server.post("/v1/messages", {**body, "thread": None}).status_code == 200
 
 
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"null", b"[]", b'{"a":' * 2000])
+def test_bodies_that_are_no_object(body: bytes, server: Server) -> None:
+    """A body that is no JSON object is a 400 on every path, and a path that there is not is a 404."""
+    headers = {"content-type": "application/json"}
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"):
+        assert httpx.post(server.url + path, content=body, headers=headers).status_code == 400
+    assert httpx.post(server.url + "/v1/nothing", content=body, headers=headers).status_code == 404
+
+
 def test_long_body(server: Server) -> None:
     """A body of more text than any prompt is refused by its length."""
     response = _complete(server, prompt="a" * (9 * 2**20))

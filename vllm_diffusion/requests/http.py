@@ -74,16 +74,15 @@ def _noted(handler: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any]
             # Of Pillow, for a picture that vLLM's own limit of pixels would refuse too.
             error = VLLMValidationError(f"image_url is too large: {error}", parameter="image_url")
         response = await handler(request, error)
-        said = json.loads(response.body)["error"]
+        body = json.loads(getattr(response, "body", None) or b"{}")
+        said = body.get("error") if isinstance(body, dict) else None
+        if not isinstance(said, dict):
+            # Of paths that there are not, and of sockets.
+            return response
         path, status = request.url.path, response.status_code
         if status < HTTPStatus.INTERNAL_SERVER_ERROR:
-            logger.info(
-                "%s refused (%d, %s): %s",
-                path,
-                status,
-                said["param"] or "-",
-                one_line(said["message"]),
-            )
+            where, reason = said.get("param") or "-", one_line(str(said["message"]))
+            logger.info("%s refused (%d, %s): %s", path, status, where, reason)
             return response
         if not said["message"]:
             said["message"] = f"The server failed ({type(error).__name__}); its log has the cause."

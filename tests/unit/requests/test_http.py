@@ -245,3 +245,16 @@ def test_what_is_answered_is_noted(
     assert record.levelno == level
     assert bool(record.exc_info) == has_trace
     assert json.loads(response.body)["error"]["message"]
+
+
+@pytest.mark.parametrize("body", [{"detail": "Not Found"}, None, "text", []], ids=repr)
+def test_what_has_no_error_is_left_as_it_is(body: Any) -> None:
+    """An answer that is not in vLLM's form, such as that of an unknown path, is sent as it was made."""
+    from starlette.responses import JSONResponse
+
+    made = object() if body is None else JSONResponse(body, status_code=404)
+
+    async def stock(request: Any, raised: Exception) -> Any:
+        return made
+
+    assert asyncio.run(_noted(stock)(SimpleNamespace(), KeyError("a"))) is made
