@@ -80,7 +80,7 @@ def _noted(handler: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any]
             # Of paths that there are not, and of sockets.
             return response
         path, status = request.url.path, response.status_code
-        if status < HTTPStatus.INTERNAL_SERVER_ERROR:
+        if status < HTTPStatus.INTERNAL_SERVER_ERROR or status == HTTPStatus.NOT_IMPLEMENTED:
             where, reason = said.get("param") or "-", one_line(str(said["message"]))
             logger.info("%s refused (%d, %s): %s", path, status, where, reason)
             return response
