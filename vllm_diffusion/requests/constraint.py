@@ -1,6 +1,7 @@
 """A request's structured output: read once, and written as the engine's back end follows it.
 
-llguidance follows JSON schemas, expressions, choices and Lark grammars, xgrammar EBNF and structural tags.
+llguidance follows JSON schemas, expressions, choices, Lark grammars and tool calls of Gemma's, xgrammar EBNF and
+other structural tags.
 Canvases and the autoregressive mode share this, whichever endpoint the constraint came by.
 """
 
@@ -17,6 +18,7 @@ from vllm_diffusion.requests.guidance import GUIDANCE, deep_threads, guidance_pr
 from vllm_diffusion.requests.json_schema import SchemaError, guided_schema
 from vllm_diffusion.requests.refusals import refuse
 from vllm_diffusion.requests.tags import written_tag
+from vllm_diffusion.requests.tool_calls.tag_grammar import tag_grammar
 
 XGRAMMAR = "xgrammar"
 _FIELD = "structured_outputs"
@@ -147,6 +149,8 @@ def _written(kind: str, text: str, white_space: str) -> tuple[str, Any, str]:
     if kind in ("json", "json_object"):
         return "json", guided_schema(text, white_space), GUIDANCE
     if kind == "structural_tag":
+        if (grammar := tag_grammar(text, white_space)) is not None:
+            return "grammar", grammar, GUIDANCE
         return kind, written_tag(text), XGRAMMAR
     if kind == "grammar" and not grammar_is_likely_lark(text):
         _check_ebnf(text)

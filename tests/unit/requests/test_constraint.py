@@ -148,6 +148,16 @@ def test_white_space_that_is_none(pattern: str) -> None:
             "is malformed (KeyError",
         ),
         ({"structural_tag": "{}"}, "is no structural tag"),
+        (
+            {"structural_tag": '{"format": {"type": "grammar", "grammar": "// llguidance"}}'},
+            "malformed",
+        ),
+        (
+            {
+                "structural_tag": '{"format": {"type": "grammar", "grammar": "// llguidance\\na: b"}}'
+            },
+            "grammar of the tools is not followed",
+        ),
     ],
     ids=lambda value: str(value)[:60],
 )

@@ -1,4 +1,4 @@
-"""Gemma's own format of a tool call as a grammar for xgrammar.
+"""Gemma's own format of a tool call as rules of a Lark grammar for llguidance.
 
 ``<|tool_call>call:name{key:value,...}<tool_call|>``, with ``<|"|>`` around strings. The three markers
 are tokens of their own, and only those tokens open and close: no string may spell one out, since the
@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_diffusion.requests.tool_calls.bare_values import (
+from vllm_diffusion.requests.tool_calls.leaf_values import (
     UnwritableError,
-    number_rules,
-    pattern_rules,
+    escaped,
+    number_rule,
+    string_terminal,
 )
 from vllm_diffusion.requests.tool_calls.schema_reader import ToolSchemaError
+from vllm_diffusion.requests.tool_calls.tag_grammar import MARK
 from vllm_diffusion.requests.tool_calls.value_forms import (
     ANYTHING,
     Form,
@@ -33,16 +35,17 @@ from vllm_diffusion.requests.tool_calls.value_forms import (
 CALL_START = "<|tool_call>"
 CALL_END = "<tool_call|>"
 QUOTE = '<|"|>'
-# Beyond 4,300 digits Python reads no integer, and beyond 1e308 no number.
-_BASIC_RULES = """\
-integer ::= "-"? ("0" | [1-9] [0-9]{0,17})
-number ::= integer ("." [0-9]{1,17})? ([eE] [+-]? [0-9]{1,2})?
-boolean ::= "true" | "false"
-null ::= "null"
-key ::= [a-zA-Z_] [a-zA-Z0-9_]{0,63}
-anything ::= string | number | boolean | null | list | record
-list ::= "[" (anything ("," anything)*)? "]"
-record ::= "{" (key ":" anything ("," key ":" anything)*)? "}\""""
+# Rules that all tools have in common. Beyond 4,300 digits Python reads no integer, and beyond 1e308 no number.
+_BASIC_RULES = r"""
+integer: /-?(0|[1-9][0-9]{0,17})/
+number: /-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,2})?/
+boolean: "true" | "false"
+null: "null"
+key: /[a-zA-Z_][a-zA-Z0-9_]{0,63}/
+anything: string | number | boolean | null | list | record
+list: "[" (anything ("," anything)*)? "]"
+record: "{" (key ":" anything ("," key ":" anything)*)? "}"
+""".strip()
 _FUNCTION_NAME = re.compile(r"[^\s{}()<:]+")
 
 
@@ -72,52 +75,48 @@ class Markers:
         return cls(vocab[CALL_START], vocab[CALL_END], vocab[QUOTE], tuple(sorted(texts)))
 
 
-def call_grammar(name: str, arguments: Members, markers: Markers) -> str:
-    """Write the grammar of one tool's call, between its markers, as EBNF of xgrammar.
+def call_grammar(name: str, arguments: Members, markers: Markers, prefix: str) -> str:
+    """Write the grammar of one tool's call, between its markers, as marked rules of Lark.
 
     Args:
         name: Name of the tool.
         arguments: Parameters of the tool.
         markers: Markers of the tokenizer.
+        prefix: Name of its first rule, in lower case, with which the names of its own rules begin.
 
     Raises:
         ToolSchemaError: If the format cannot write the name, or none of the listed values.
     """
     if not _FUNCTION_NAME.fullmatch(name):
         raise ToolSchemaError("the name must be of letters, digits, underscores and dashes")
-    rules = _Rules(markers)
+    rules = _Rules(markers, prefix)
     body = rules.members(arguments)
-    return "\n".join(
-        [f"root ::= {_quoted(f'call:{name}')} {body}", *rules.lines, rules.string, _BASIC_RULES]
-    )
+    first = f"{prefix}: {_literal(f'call:{name}')} {body}"
+    return "\n".join([MARK, first, *rules.lines, rules.string, _BASIC_RULES])
 
 
 class _Rules:
     """Rules that are collected while the values of one tool are written."""
 
-    def __init__(self, markers: Markers) -> None:
+    def __init__(self, markers: Markers, prefix: str) -> None:
         self._markers = markers
-        self._quote = f"Token({markers.quote})"
+        self._prefix = prefix
+        self._quote = f"<[{markers.quote}]>"
         self.lines: list[str] = []
-        excluded = ", ".join(map(_quoted, markers.texts))
-        # Compiles a hundred times faster than the same said with rules.
-        self.string = (
-            f"string ::= {self._quote} text {self._quote}\n"
-            f"text ::= TagDispatch(loop_after_dispatch=false, excludes=({excluded}))"
-        )
+        spelled = "|".join(map(escaped, markers.texts))
+        # A complement alone would hold bytes that are no characters.
+        text = f"/(?s:.*)/ & ~/(?s:.*)({spelled})(?s:.*)/"
+        self.string = f"string: {self._quote} TEXT {self._quote}\nTEXT: {text}"
 
     def _rule(self, body: str) -> str:
-        name = f"r{len(self.lines)}"
-        self.lines.append(f"{name} ::= {body}")
+        name = f"{self._prefix}_{len(self.lines)}"
+        self.lines.append(f"{name}: {body}")
         return name
 
-    def _rules(self, write: Callable[..., list[str]], *arguments: Any) -> str:
-        """Add the rules that ``write`` makes, and return the name of the first."""
-        name = f"r{len(self.lines)}"
-        try:
-            self.lines += write(name, *arguments)
-        except UnwritableError as error:
-            raise ToolSchemaError(f"a value {error}") from None
+    def _terminal(self, expression: str) -> str:
+        """Add a terminal, and return its name."""
+        name = f"{self._prefix}_{len(self.lines)}".upper()
+        self.lines.append(f"{name}: {expression}")
         return name
 
     def value(self, value: Value) -> str:
@@ -134,17 +133,23 @@ class _Rules:
         if isinstance(form, Text):
             return self._string(form)
         if isinstance(form, Number):
-            return self._rules(number_rules, name == "integer", dict(form.bounds))
+            return self._rule(number_rule(name == "integer", dict(form.bounds)))
         return name if form.values is None else self._listed(form)
 
     def _listed(self, form: Scalar) -> str:
         assert form.values is not None
-        written = []
-        for value in form.values:
-            if not isinstance(value, str):
-                written.append(_quoted(json.dumps(value)))
-            elif not any(text in value for text in self._markers.texts):
-                written.append(f"{self._quote} {_quoted(value)} {self._quote}")
+        strings = [value for value in form.values if isinstance(value, str)]
+        others = [escaped(json.dumps(value)) for value in form.values if not isinstance(value, str)]
+        unspelled = [
+            escaped(value)
+            for value in strings
+            if not any(text in value for text in self._markers.texts)
+        ]
+        # A rule has at most 2,000 alternatives, an expression more.
+        written = [self._terminal(f"/{'|'.join(others)}/")] if others else []
+        if unspelled:
+            terminal = self._terminal(f"/{'|'.join(unspelled)}/")
+            written.append(f"{self._quote} {terminal} {self._quote}")
         if not written:
             raise ToolSchemaError(
                 f"{form.values[0]!r} is spelled like a special token, which no argument may hold"
@@ -154,23 +159,20 @@ class _Rules:
     def _string(self, form: Text) -> str:
         if form == Text():
             return "string"
-        if form.max_length == 0:
-            return f"({self._quote} {self._quote})"
+        # None of its characters may begin a special token's spelling.
         first = "".join(sorted({text[0] for text in self._markers.texts}))
-        if form.pattern is not None:
-            written = self._rules(pattern_rules, form.pattern, first)
-            return f"({self._quote} {written} {self._quote})"
-        most = "" if form.max_length is None else form.max_length
-        # A limit counts characters, so none of them may begin a special token's spelling.
-        text = f"{_other_than(first)}{{{form.min_length},{most}}}"
-        return self._rule(f"{self._quote} {text} {self._quote}")
+        try:
+            terminal = string_terminal(form.pattern, form.min_length, form.max_length, first)
+        except UnwritableError as error:
+            raise ToolSchemaError(f"a string {error}") from None
+        return f"({self._quote} {self._terminal(terminal)} {self._quote})"
 
     def _items(self, form: Items) -> str:
         item, low, high = self.value(form.item), form.min_items, form.max_items
         if high == 0:
-            return '"[]"'
+            return self._rule('"[" "]"')
         more = f"{max(low - 1, 0)},{'' if high is None else high - 1}"
-        some = f'{item} ("," {item}){{{more}}}'
+        some = item if high == 1 else f'{item} ("," {item}){{{more}}}'
         return self._rule(f'"[" {some} "]"' if low else f'"[" ({some})? "]"')
 
     def members(self, form: Members) -> str:
@@ -179,7 +181,7 @@ class _Rules:
             pair = f'key ":" {other}'
             return self._rule(f'"{{" ({pair} ("," {pair})*)? "}}"')
         pairs = [
-            (self._rule(f"{_quoted(f'{name}:')} {self.value(value)}"), name in form.required)
+            (self._rule(f"{_literal(f'{name}:')} {self.value(value)}"), name in form.required)
             for name, value in form.properties.items()
         ]
         return self._rule(f'"{{" {self._pairs(pairs)} "}}"')
@@ -202,16 +204,6 @@ class _Rules:
         return f"({' | '.join(alternatives)})"
 
 
-def _quoted(text: str) -> str:
-    """A literal of the grammar."""
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _other_than(characters: Collection[str]) -> str:
-    """A class of every character but these; a negated one would let half a surrogate pair in."""
-    ranges, low = [], 0
-    for code in [*sorted(map(ord, characters)), 0xD800, 0x110000]:
-        if low < code:
-            ranges.append(f"\\U{low:08x}-\\U{code - 1:08x}")
-        low = 0xE000 if code == 0xD800 else code + 1
-    return f"[{''.join(ranges)}]"
+def _literal(text: str) -> str:
+    """Return the expression of a text, which says every character in ASCII."""
+    return f"/{escaped(text)}/"

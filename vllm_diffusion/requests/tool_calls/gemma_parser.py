@@ -1,10 +1,9 @@
 """vLLM's parser of Gemma's tool calls, which for a diffusion model and for DiffusionGemma's encoder also demands them.
 
-vLLM lets a tool parser turn the request's tools into a structural tag, the one kind of constraint
-that can name special tokens; its parser of Gemma's format has none, because xgrammar knows schemas
-in JSON and XML only. This one has: ``tool_choice`` ``required`` and named are held to, and ``auto``
-where a tool is strict or the server is set so, as with vLLM's other parsers. For any other model it is
-vLLM's own.
+vLLM lets a tool parser turn the request's tools into a structural tag; its parser of Gemma's format has
+none, because xgrammar knows schemas in JSON and XML only. This one has, with rules of Lark in it, which
+``tag_grammar`` reads: ``tool_choice`` ``required`` and named are held to, and ``auto`` where a tool is
+strict or the server is set so, as with vLLM's other parsers. For any other model it is vLLM's own.
 """
 
 from __future__ import annotations
@@ -136,9 +135,9 @@ def _tags(functions: list[Any], markers: Markers) -> list[Any]:
     from xgrammar.structural_tag import GrammarFormat, TagFormat, TokenFormat
 
     tags, problems = [], {}
-    for function in functions:
+    for i, function in enumerate(functions):
         try:
-            grammar = call_grammar(function.name, _arguments(function), markers)
+            grammar = call_grammar(function.name, _arguments(function), markers, f"tool{i}")
         except ToolSchemaError as error:
             problems[function.name] = f"{function.name}: {error}"
             continue

@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_diffusion.requests.json_schema import CONSTRAINING, SchemaError, plain_schema
-from vllm_diffusion.requests.tool_calls.bare_values import (
+from vllm_diffusion.requests.tool_calls.leaf_values import (
     UnwritableError,
-    number_rules,
-    pattern_rules,
+    number_rule,
+    string_terminal,
 )
 from vllm_diffusion.requests.tool_calls.value_forms import (
     ANYTHING,
@@ -266,29 +266,26 @@ def _types_meant(schema: Mapping[str, Any]) -> list[str]:
 def _text(schema: Mapping[str, Any], path: str) -> Text:
     low, high = _bounds(schema, "Length", path)
     pattern = schema.get("pattern")
-    if pattern is None:
-        return Text(low, high)
-    if not isinstance(pattern, str):
+    if pattern is not None and not isinstance(pattern, str):
         raise ToolSchemaError(f"{path}.pattern must be a string")
-    if low or high is not None:
-        raise ToolSchemaError(
-            f"{path}.pattern (or format) is with a length, and only one of the two can be followed; "
-            "write the length into the pattern"
-        )
-    try:
-        pattern_rules("r", pattern, "<")
-    except UnwritableError as error:
-        raise ToolSchemaError(f"{path}.pattern {error}") from None
-    return Text(pattern=pattern)
+    text = Text(low, high, pattern)
+    if text != Text():
+        try:
+            string_terminal(pattern, low, high, "<")
+        except UnwritableError as error:
+            name = "pattern" if pattern is not None else "maxLength"
+            raise ToolSchemaError(f"{path}.{name} {error}") from None
+    return text
 
 
 def _number(schema: Mapping[str, Any], name: str, path: str) -> Number:
     bounds = {key: schema[key] for key in _BOUNDS if key in schema}
     for key, value in bounds.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        # NaN is no number.
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
             raise ToolSchemaError(f"{path}.{key} must be a number; got {value!r}")
     try:
-        number_rules("r", name == "integer", bounds)
+        number_rule(name == "integer", bounds)
     except UnwritableError as error:
         raise ToolSchemaError(f"{path}.{[*bounds][-1]} {error}") from None
     return Number(tuple(bounds.items()))
@@ -351,7 +348,7 @@ def _any_of(values: list[Value], path: str, *, disjoint: bool) -> Value:
     merged: dict[str, tuple[Form, ...]] = {}
     for value in values:
         for name, forms in value.forms.items():
-            if name in merged and (disjoint or name in ("object", "array")):
+            if name in merged and (disjoint or not _read_alike((*merged[name], *forms))):
                 raise ToolSchemaError(
                     f"{path} has two alternatives of type {name}, which look alike; write "
                     "them as one schema"
@@ -360,6 +357,24 @@ def _any_of(values: list[Value], path: str, *, disjoint: bool) -> Value:
     if disjoint and {"integer", "number"} <= merged.keys():
         raise ToolSchemaError(f"{path}.oneOf has an integer that is a number too; use anyOf")
     return Value(merged)
+
+
+def _read_alike(forms: tuple[Form, ...]) -> bool:
+    """Return true if the reader gets the types of all forms back from one schema."""
+    types: dict[str, Any] = {}
+    for form in forms:
+        if isinstance(form, Members):
+            if form.others is not None:
+                return False
+            for name, value in form.properties.items():
+                if types.setdefault(name, value.schema()) != value.schema():
+                    return False
+        elif (
+            isinstance(form, Items)
+            and types.setdefault("", form.item.schema()) != form.item.schema()
+        ):
+            return False
+    return True
 
 
 def _restricted(value: Value, schema: Mapping[str, Any], path: str) -> Value:

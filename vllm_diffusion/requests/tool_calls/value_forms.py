@@ -25,7 +25,7 @@ class Text:
     Attributes:
         min_length: Characters.
         max_length: Characters; ``None`` for any number.
-        pattern: Expression that is found in it; then there are no lengths.
+        pattern: Expression that is found in it; ``None`` for any string.
     """
 
     min_length: int = 0
@@ -89,7 +89,9 @@ class Value:
         schema: dict[str, Any] = {"type": sorted(self.forms)}
         for form in (form for forms in self.forms.values() for form in forms):
             if isinstance(form, Members):
-                schema["properties"] = {k: v.schema() for k, v in form.properties.items()}
+                # Alternatives give a name that they share the same schema.
+                named = {k: v.schema() for k, v in form.properties.items()}
+                schema["properties"] = {**schema.get("properties", {}), **named}
             elif isinstance(form, Items):
                 schema["items"] = form.item.schema()
         return schema

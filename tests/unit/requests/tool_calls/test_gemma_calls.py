@@ -9,15 +9,21 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-import xgrammar
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 from transformers import AutoTokenizer
+from vllm.config import StructuredOutputsConfig
 from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
 
 from tests.support.checkpoints import SHIPPED
 from tests.support.tool_schemas import PARAMETERS, gemma_parser, tool, tool_request
 from vllm_diffusion import plugin
+from vllm_diffusion.requests.constraint import read_constraint
+from vllm_diffusion.requests.guidance import guidance_grammar
+from vllm_diffusion.scheduling.grammars import GuidedText, _ll_tokenizer
 
 pytestmark = pytest.mark.engine
 
@@ -35,26 +41,35 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="module")
-def compiler(tokenizer: Any) -> xgrammar.GrammarCompiler:
-    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=VOCAB_SIZE)
-    return xgrammar.GrammarCompiler(info)
+def compiler(tokenizer: Any) -> Any:
+    """llguidance's tokenizer of the model, for which grammars are compiled."""
+    return _ll_tokenizer(tokenizer, VOCAB_SIZE)
 
 
-def draw(compiler: xgrammar.GrammarCompiler, tag: str, seed: int) -> list[int]:
+def machine(compiler: Any, request: Any) -> GuidedText:
+    """The engine's grammar for the constraint of a request."""
+    constraint = request.structured_outputs
+    read_constraint(constraint, StructuredOutputsConfig())
+    assert constraint._backend == "guidance"
+    matcher = LLMatcher(compiler, guidance_grammar("grammar", constraint.grammar), log_level=0)
+    assert not matcher.get_error()
+    ends = frozenset([END])
+    return GuidedText(matcher, ends, ends.union(compiler.eos_tokens))
+
+
+def draw(compiler: Any, request: Any, seed: int) -> list[int]:
     """Tokens drawn at random from what the grammar allows, markers and ends more often."""
-    matcher = xgrammar.GrammarMatcher(
-        compiler.compile_structural_tag(tag), override_stop_tokens=[END]
-    )
-    bitmask = xgrammar.allocate_token_bitmask(1, VOCAB_SIZE)
+    grammar = machine(compiler, request)
+    bitmask = torch.zeros((1, VOCAB_SIZE // 32), dtype=torch.int32)
     dice = random.Random(seed)
     tokens: list[int] = []
-    while not matcher.is_terminated():
-        matcher.fill_next_token_bitmask(bitmask)
+    while not grammar.is_terminated():
+        grammar.fill_bitmask(bitmask, 0)
         bits = np.unpackbits(bitmask.numpy().view(np.uint8), bitorder="little")
         allowed = np.flatnonzero(bits[:VOCAB_SIZE]).tolist()
         likely = [token for token in allowed if token in CLOSING]
         chosen = dice.choice(likely if likely and dice.random() < 0.5 else allowed)
-        assert matcher.accept_token(chosen)
+        assert grammar.accept_tokens("", [chosen])
         tokens.append(chosen)
         assert len(tokens) < 5000
     return tokens[:-1]
@@ -94,7 +109,7 @@ def read_stream(
 def check_call(tokenizer: Any, compiler: Any, parameters: Any, seed: int, width: int) -> None:
     request = tool_request([tool(parameters, strict=True), tool(None, name="stop-now")])
     adjusted = gemma_parser(tokenizer).adjust_request(request)
-    tokens = draw(compiler, adjusted.structured_outputs.structural_tag, seed)
+    tokens = draw(compiler, adjusted, seed)
     calls = read_whole(tokenizer, adjusted, tokens)
     assert calls
     for name, arguments in calls:
@@ -133,7 +148,7 @@ def test_what_clients_generate_from_classes(tokenizer, compiler):
     for seed in range(5):
         request = tool_request([dict(made)])
         adjusted = gemma_parser(tokenizer).adjust_request(request)
-        tokens = draw(compiler, adjusted.structured_outputs.structural_tag, seed)
+        tokens = draw(compiler, adjusted, seed)
         for name, arguments in read_whole(tokenizer, adjusted, tokens):
             assert name == "Store"
             jsonschema.validate(json.loads(arguments), parameters)
@@ -148,7 +163,7 @@ def test_a_named_tool_is_called_once(tokenizer, compiler):
     ):
         adjusted = gemma_parser(tokenizer).adjust_request(tool_request(tools, **fields))
         for seed in range(4):
-            tokens = draw(compiler, adjusted.structured_outputs.structural_tag, seed)
+            tokens = draw(compiler, adjusted, seed)
             (call,) = read_whole(tokenizer, adjusted, tokens)
             assert call[0] in names
             assert json.loads(call[1]) == {}
@@ -161,14 +176,13 @@ def test_auto_is_free_unless_a_tool_is_strict(tokenizer, compiler):
     assert gemma_parser(tokenizer).adjust_request(free).structured_outputs is None
     strict = tool_request([tool(parameters, strict=True)], tool_choice="auto")
     adjusted = gemma_parser(tokenizer).adjust_request(strict)
-    matcher = xgrammar.GrammarMatcher(
-        compiler.compile_structural_tag(adjusted.structured_outputs.structural_tag)
-    )
+    grammar = machine(compiler, adjusted)
     for text in ("yes, ", "<|tool_call>call:store{a:1}<tool_call|>"):
         for token in tokenizer.encode(text, add_special_tokens=False):
-            assert matcher.accept_token(token)
-    assert matcher.accept_token(tokenizer.convert_tokens_to_ids("<|tool_call>"))
-    assert not matcher.accept_token(tokenizer.encode("x", add_special_tokens=False)[0])
+            assert grammar.accept_tokens("", [token])
+    call = tokenizer.convert_tokens_to_ids("<|tool_call>")
+    assert grammar.accept_tokens("", [call])
+    assert not grammar.accept_tokens("", tokenizer.encode("x", add_special_tokens=False)[:1])
 
 
 def test_other_models_are_left_alone(tokenizer):
@@ -195,8 +209,10 @@ TEXT = {"type": "string"}
         ({"type": "string", "pattern": "(?=a)b"}, "a.pattern"),
         ({"type": "string", "pattern": "^a$|b"}, "a.pattern"),
         ({"type": "string", "pattern": "^<$"}, "a.pattern"),
-        ({"type": "string", "pattern": "a", "maxLength": 3}, "with a length"),
-        ({"type": "number", "multipleOf": 1.7}, "multipleOf"),
+        ({"type": "string", "pattern": "^a{4}$", "maxLength": 3}, "no text satisfies it"),
+        ({"type": "string", "pattern": r"\ea"}, r"the escape \e"),
+        ({"type": "string", "pattern": "[!--]"}, "two dashes"),
+        ({"type": "integer", "multipleOf": 7, "minimum": 1, "maximum": 6}, "multipleOf"),
         ({"type": "integer", "minimum": 3, "maximum": 2}, "allows no number"),
         ({"anyOf": [TEXT, {"type": "integer", "minimum": 3}]}, "string or integer"),
         ({"type": "text"}, "/type: must be of"),
@@ -228,6 +244,116 @@ def test_refused_schemas(tokenizer, schema, words):
         gemma_parser(tokenizer).adjust_request(tool_request([tool(parameters, strict=True)]))
     assert words in str(refusal.value)
     assert refusal.value.parameter == "tools"
+
+
+SERVED = [
+    {"type": "string", "pattern": "a+", "minLength": 2, "maxLength": 4},
+    {"type": "string", "format": "date", "maxLength": 10},
+    {"type": "string", "pattern": r"^[\w\-[/]\d\S\D[^\s\d]\/\>\u00e9.$"},
+    {"type": "string", "pattern": r"^[^\W\d]{2}\0?$"},
+    {"type": "string", "pattern": "^$"},
+    {"type": "number", "multipleOf": 1.5},
+    {"type": "number", "multipleOf": 0.25, "minimum": -1, "maximum": 1.1},
+    {"type": "integer", "multipleOf": 7, "minimum": -20000, "exclusiveMaximum": -7},
+    {"type": "integer", "multipleOf": 1024, "maximum": 10**9},
+    {"type": "integer", "minimum": 2**53 + 1, "maximum": 2**63 - 1},
+    {"type": "integer", "exclusiveMinimum": -3.5, "exclusiveMaximum": 3},
+    {"type": "number", "exclusiveMinimum": 0},
+    {"type": "number", "exclusiveMinimum": -1, "exclusiveMaximum": 0.1},
+    {"type": "number", "minimum": 0.30000000000000004, "maximum": 1e300},
+    {
+        "anyOf": [
+            {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+            {"type": "object", "properties": {"b": TEXT, "a": {"enum": [1, 2]}}},
+        ]
+    },
+    {
+        "oneOf": [
+            {
+                "type": "object",
+                "properties": {"kind": {"const": kind}, kind: {"type": kind}},
+                "required": ["kind", kind],
+            }
+            for kind in ("string", "boolean")
+        ]
+    },
+    {"anyOf": [{"type": "array", "items": TEXT, "minItems": n, "maxItems": n} for n in (0, 3)]},
+    {"enum": [f"ß{i}/" for i in range(3000)]},
+]
+
+
+@pytest.mark.parametrize("schema", SERVED, ids=lambda schema: repr(schema)[:99])
+def test_what_strict_tools_may_ask(tokenizer, compiler, schema):
+    """Lengths beside patterns, multiples, bounds of any size and records that are told apart are held."""
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    for seed in range(8):
+        check_call(tokenizer, compiler, parameters, seed, 7)
+
+
+def test_strings_that_a_pattern_allows(tokenizer, compiler):
+    """A pattern's classes are of ASCII, it is found anywhere, and its string holds no marker's spelling."""
+    for pattern, allowed, forbidden in (
+        (r"^\d\w$", ["1a", "1_"], ["١a", "1é"]),
+        (r"^[\w-~]$", ["-", "~", "a"], ["`", "}"]),
+        (r"^[+-\d]$", ["-", "+", "3"], [",", "/"]),
+        (r"^[^\w-]$", ["~", "é"], ["-", "a"]),
+        ("b", ["abc", "\nb", "b|"], ["ac", "b<|tool_call>"]),
+        ("^.$", ["a", ">", "é"], ["\n", "\u2028", "ab"]),
+        (r"^[^\d]\W$", ["a ", "é!"], ["1 ", "aa"]),
+        (r"^\s\S$", [" a"], ["aa", "  "]),
+    ):
+        parameters = {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}}
+        request = tool_request([tool({**parameters, "required": ["a"]}, strict=True)])
+        adjusted = gemma_parser(tokenizer).adjust_request(request)
+        quote = tokenizer.convert_tokens_to_ids('<|"|>')
+        for text in allowed + forbidden:
+            # Byte after byte, so that a marker's spelling is no marker.
+            letters = [
+                token
+                for letter in text
+                for token in tokenizer.encode(letter, add_special_tokens=False)
+            ]
+            tokens = [
+                *tokenizer.encode("<|tool_call>call:store{a:", add_special_tokens=False),
+                *[quote, *letters, quote],
+                *tokenizer.encode("}<tool_call|>", add_special_tokens=False),
+            ]
+            accepted = machine(compiler, adjusted).accept_tokens("", tokens)
+            assert accepted == (text in allowed), (pattern, text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "texts"),
+    [
+        ({"json": {"type": "object", "properties": {"b": TEXT}}}, ['{"b": "x"}', "{}"]),
+        ({"regex": r"a/[\d]+\/"}, ["a/12/"]),
+        ({"choice": ["yes", "n.o"]}, ["yes", "n.o"]),
+    ],
+    ids=["json", "regex", "choice"],
+)
+def test_a_call_or_a_form(tokenizer, compiler, fields, texts):
+    """With a free choice of tools and a form the answer is a call or has the form."""
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    request = tool_request([tool(parameters, strict=True)], tool_choice="auto")
+    request.structured_outputs = StructuredOutputsParams(**fields)
+    adjusted = gemma_parser(tokenizer).adjust_request(request)
+    for text in [*texts, "<|tool_call>call:store{a:1}<tool_call|>"]:
+        tokens = [*tokenizer.encode(text, add_special_tokens=False), END]
+        grammar = machine(compiler, adjusted)
+        assert grammar.accept_tokens("", tokens), text
+        assert grammar.is_terminated()
+    for text in ("z", "n-o", "<|tool_call>call:store{a:x}"):
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        assert not machine(compiler, adjusted).accept_tokens("", tokens)
+
+
+def test_a_call_or_ebnf(tokenizer):
+    """A grammar in EBNF beside tools is refused, since another back end follows it."""
+    request = tool_request([tool({}, strict=True)], tool_choice="auto")
+    request.structured_outputs = StructuredOutputsParams(grammar='root ::= "a"')
+    adjusted = gemma_parser(tokenizer).adjust_request(request)
+    with pytest.raises(VLLMValidationError, match="EBNF cannot be held beside tools"):
+        read_constraint(adjusted.structured_outputs, StructuredOutputsConfig())
 
 
 @pytest.mark.parametrize("keyword", [{"pattern": "a+"}, {"minimum": 3}, {"format": "date"}])
