@@ -241,6 +241,31 @@ def test_the_event_loop_goes_on() -> None:
     assert asyncio.run(turns_meanwhile()) > 10
 
 
+@pytest.mark.parametrize("link", ["alone", "in a property", "in items"])
+def test_longest_chain_of_references(link: str) -> None:
+    """The longest chain of references that is taken is compiled, and freed by another thread."""
+    from vllm_diffusion.requests.guidance import deep_threads, guidance_grammar
+
+    def of(i: int) -> dict[str, Any]:
+        inner = {"$ref": f"#/$defs/d{i + 1}"}
+        properties = {"type": "object", "properties": {"a": inner}}
+        return {"alone": inner, "in a property": properties, "in items": {"items": inner}}[link]
+
+    objects = {"alone": 1, "in a property": 3, "in items": 2}[link]
+    n = (bounds.MOST_PARTS - 10) // objects
+    definitions = {f"d{i}": of(i) for i in range(n)} | {f"d{n}": {"type": "null"}}
+    text = str(read(json={"$defs": definitions, "$ref": "#/$defs/d0"}).json)
+
+    def compiled() -> Any:
+        from llguidance import LLMatcher, LLTokenizer
+
+        return LLMatcher(LLTokenizer("byte"), guidance_grammar("json", text), log_level=0)
+
+    matcher = deep_threads(1, "test").submit(compiled).result()
+    assert not matcher.get_error()
+    del matcher
+
+
 def lines_run(work: Callable[[], Any]) -> int:
     """Count the lines of this package that run in a call, the same on any machine."""
     count = 0
