@@ -204,12 +204,15 @@ class TorchExperts(UnquantizedFusedMoEMethod):
     until="Experts can be registered with the oracle, as linear kernels can with their list.",
 )
 def _fp8_experts(stock: Callable[..., list[type]], backend: Any) -> list[type]:
-    names = fp8_oracle.Fp8MoeBackend
-    if backend in (names.CPU, names.CPU_W8A8):
+    if backend in (fp8_oracle.Fp8MoeBackend.CPU, fp8_oracle.Fp8MoeBackend.CPU_W8A8):
         # Chosen on a processor with AMX, these call kernels of vLLM's build for CPUs, which its CUDA wheel lacks.
         return []
     # The layout that vLLM calls TRITON is the checkpoint's.
-    return [TorchFp8Experts, TorchFp8BlockExperts] if backend == names.TRITON else stock(backend)
+    return (
+        [TorchFp8Experts, TorchFp8BlockExperts]
+        if backend == fp8_oracle.Fp8MoeBackend.TRITON
+        else stock(backend)
+    )
 
 
 @replaces_call(
