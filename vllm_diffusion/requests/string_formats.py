@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-
-# Python has no public reader of the widths of an expression.
-from re import _parser  # type: ignore[attr-defined]
 
 _DAY = (
     r"[1-9][0-9]{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
@@ -46,12 +42,3 @@ FORMATS: Mapping[str, str] = {
     "relative-json-pointer": rf"(?:0|[1-9][0-9]*)(?:#|{_POINTER})",
     "regex": r"[a-zA-Z0-9_ ]*",
 }
-
-
-def length_bounds(expression: str) -> tuple[int, int | None]:
-    """Return the least and the greatest length of strings that match as a whole; ``None`` for any."""
-    try:
-        low, high = _parser.parse(expression).getwidth()
-    except (re.error, OverflowError, RecursionError):
-        return 0, None
-    return int(low), None if high >= _parser.MAXREPEAT else int(high)
