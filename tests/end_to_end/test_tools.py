@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import jsonschema
 import openai
 import pytest
@@ -234,6 +236,85 @@ def test_a_canvas_full_of_marks_streams_as_the_whole_answer(server: Server) -> N
     assert stream.text[0] == message["content"]
     assert stream.arguments[0] == call["function"]["arguments"] == '{"a": 1}'
     assert stream.num_tokens == whole["usage"]["completion_tokens"]
+
+
+# A call that the schema decides, after a thought that the model has learnt: neither endpoint takes a seed.
+SUM = [{"role": "user", "content": "What is 7+8?"}]
+BOB = {
+    "type": "object",
+    "properties": {"name": {"enum": ["bob"]}, "ages": {"const": [1, "1"]}},
+    "required": ["name", "ages"],
+    "additionalProperties": False,
+}
+
+
+def test_messages_stream_as_the_whole_message(server: Server) -> None:
+    """Thought, text and call of a stream of ``/v1/messages`` are the blocks of the whole message."""
+    body = {
+        "model": MODEL,
+        "messages": SUM,
+        "tools": [{"name": "store", "input_schema": BOB}],
+        "tool_choice": {"type": "any"},
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "max_tokens": 1100,
+        "temperature": 0.0,
+    }
+    whole = [
+        (block["type"], block.get("thinking") or block.get("text") or block.get("input"))
+        for block in server.post("/v1/messages", body).json()["content"]
+    ]
+    assert [kind for kind, _ in whole] == ["thinking", "tool_use"]
+    kinds: dict[int, str] = {}
+    texts: dict[int, str] = {}
+    for event in events(server, "/v1/messages", body):
+        if event["type"] == "content_block_start":
+            kinds[event["index"]] = event["content_block"]["type"]
+        elif event["type"] == "content_block_delta":
+            delta = event["delta"]
+            # A signature closes a thought.
+            text = delta.get("thinking") or delta.get("text") or delta.get("partial_json") or ""
+            texts[event["index"]] = texts.get(event["index"], "") + text
+    assert [
+        (kind, json.loads(texts[index]) if kind == "tool_use" else texts[index])
+        for index, kind in kinds.items()
+    ] == whole
+    jsonschema.validate(whole[-1][1], BOB)
+
+
+def test_responses_stream_as_the_whole_response(server: Server) -> None:
+    """The items of a stream of ``/v1/responses``, and its deltas, are those of the whole response."""
+    body = {
+        "model": MODEL,
+        "input": SUM,
+        "tools": [{"type": "function", "name": "store", "parameters": BOB}],
+        "tool_choice": "required",
+        "max_output_tokens": 200,
+        "temperature": 0.0,
+    }
+    (whole,) = server.post("/v1/responses", body).json()["output"]
+    assert whole["type"] == "function_call"
+    arguments, last = "", {}
+    for event in events(server, "/v1/responses", body):
+        if event["type"] == "response.function_call_arguments.delta":
+            arguments += event["delta"]
+        last = event
+    assert last["type"] == "response.completed"
+    (streamed,) = last["response"]["output"]
+    assert (streamed["name"], streamed["arguments"]) == (whole["name"], whole["arguments"])
+    assert arguments == whole["arguments"]
+    jsonschema.validate(json.loads(arguments), BOB)
+
+
+def events(server: Server, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The data of a stream's events."""
+    request = httpx.stream(
+        "POST", f"{server.url}{path}", json={**body, "stream": True}, timeout=120
+    )
+    with request as response:
+        for line in response.iter_lines():
+            data = line.removeprefix("data:").strip()
+            if line.startswith("data:") and data != "[DONE]":
+                yield json.loads(data)
 
 
 def _for_client(request: dict[str, Any]) -> dict[str, Any]:
