@@ -12,6 +12,13 @@ from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
 NAMES = st.text("abcdefgh_ÜÉ€09-", min_size=1, max_size=5)
 WORDS = st.text('abc{}[],:"\\\n €<|>é', max_size=5)
+# Strings that are spelled like values of other types.
+NUMERALS = st.sampled_from(["7", "-0.5", "true", "null", "[]", "{a:1}"])
+CONSTANTS = st.recursive(
+    st.one_of(st.integers(-9, 9), st.none(), WORDS, NUMERALS),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(NAMES, inner, max_size=2),
+    max_leaves=3,
+)
 SCALARS = st.one_of(
     st.just({"type": "string"}),
     st.fixed_dictionaries(
@@ -39,10 +46,11 @@ SCALARS = st.one_of(
     st.just({"type": ["string", "null"]}),
     st.just({"type": "object"}),
     st.just({"anyOf": [{"type": "integer"}, {"type": "string"}]}),
-    # With a word in it that is not read as anything else.
-    st.lists(st.one_of(st.integers(-99, 99), st.booleans(), st.none(), WORDS), max_size=3).map(
-        lambda values: {"enum": ["ok", *values]}
-    ),
+    st.lists(
+        st.one_of(st.integers(-99, 99), st.booleans(), st.none(), WORDS, NUMERALS, CONSTANTS),
+        min_size=1,
+        max_size=4,
+    ).map(lambda values: {"enum": values}),
     st.one_of(st.integers(-9, 9), st.floats(-9, 9, width=16), st.just("on")).map(
         lambda value: {"const": value}
     ),
@@ -83,6 +91,8 @@ VALUES = st.recursive(
         _arrays(inner),
         _objects(inner).map(lambda schema: {"anyOf": [schema, {"type": "null"}]}),
         _arrays(inner).map(lambda schema: {"oneOf": [{"type": "null"}, schema]}),
+        st.lists(inner, min_size=2, max_size=3).map(lambda schemas: {"anyOf": schemas}),
+        inner.map(lambda schema: {"type": "object", "additionalProperties": schema}),
     ),
     max_leaves=5,
 )

@@ -41,6 +41,7 @@ from vllm_diffusion.requests.http import (
     read_body,
 )
 from vllm_diffusion.requests.refusals import ending_with_refusal, refuse
+from vllm_diffusion.requests.tool_calls.read_tools import read_tools_aside
 from vllm_diffusion.startup.plan import spec_of
 from vllm_diffusion.weights.adapters.early_checks import rules_of
 
@@ -61,6 +62,7 @@ class _ParametersFirst(OpenAIServingChat):
         # Beams have parameters of their own.
         if not request.use_beam_search:
             self._check_parameters(request)
+        await read_tools_aside(request.tools)
         return await super().render_chat_request(request)
 
     def _check_parameters(self, chat: Any) -> None:
@@ -196,6 +198,7 @@ class ResponsesWithoutFrames(OpenAIServingResponses):
         _refuse_frames(request, self.model_config)
         # As for chats, before pictures are processed.
         request.to_sampling_params(self.model_config.max_model_len, self.default_sampling_params)
+        await read_tools_aside(request.tools)
         response = await super().create_responses(request, raw_request)
         # Where a stream has begun, a refusal comes too late for its status.
         return ending_with_refusal(response) if isinstance(response, AsyncGenerator) else response
@@ -206,6 +209,7 @@ class RenderingFrames(ServingRender):
 
     async def render_chat_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         _read_diffusing(request, self.model_config)
+        await read_tools_aside(request.tools)
         return await super().render_chat_request(request, *args, **kwargs)
 
     async def render_completion_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:

@@ -14,8 +14,8 @@ import re
 from typing import Any
 
 from vllm_diffusion.requests import bounds
-from vllm_diffusion.requests.guidance import GUIDANCE, deep_threads, guidance_problem
-from vllm_diffusion.requests.json_schema import SchemaError, guided_schema
+from vllm_diffusion.requests.guidance import GUIDANCE, guidance_problem, reading_threads
+from vllm_diffusion.requests.json_schema import SchemaError, guided_schema, json_text
 from vllm_diffusion.requests.refusals import refuse
 from vllm_diffusion.requests.tags import written_tag
 from vllm_diffusion.requests.tool_calls.tag_grammar import tag_grammar
@@ -42,19 +42,13 @@ def read_constraint(constraint: Any, config: Any) -> None:
         VLLMValidationError: Naming the field; the server answers 400.
     """
     if constraint is not None and not _is_read(constraint):
-        _threads().submit(_read, constraint, config).result()
+        reading_threads().submit(_read, constraint, config).result()
 
 
 async def read_constraint_aside(constraint: Any, config: Any) -> None:
     """As :func:`read_constraint`, while the event loop serves others."""
     if constraint is not None and not _is_read(constraint):
-        await asyncio.wrap_future(_threads().submit(_read, constraint, config))
-
-
-@functools.cache
-def _threads() -> Any:
-    # Two, so that a large schema does not hold up a small one.
-    return deep_threads(2, "constraint")
+        await asyncio.wrap_future(reading_threads().submit(_read, constraint, config))
 
 
 def _is_read(constraint: Any) -> bool:
@@ -119,17 +113,8 @@ def _text(kind: str, value: Any) -> str:
             raise SchemaError("choice must be a list of strings, and hold one")
         if len(value) > bounds.MOST_CHOICES:
             raise SchemaError(f"choice may have {bounds.MOST_CHOICES} entries; got {len(value)}")
-    if isinstance(value, (dict, list, bool)) and kind != "json":
-        value = json.dumps(value)
-    elif kind == "json" and not isinstance(value, str):
-        try:
-            value = json.dumps(value)
-        except RecursionError:
-            raise SchemaError(
-                f"is nested too deeply; up to {bounds.MOST_LEVELS} levels are supported"
-            ) from None
-        except (TypeError, ValueError) as error:
-            raise SchemaError(f"is no JSON: {error}") from None
+    if not isinstance(value, str) and (kind == "json" or isinstance(value, (dict, list, bool))):
+        value = json_text(value)
     if not isinstance(value, str) or (kind != "regex" and not value.strip()):
         raise SchemaError(f"{kind} must be a text, and not empty")
     if len(value) > bounds.MOST_CONSTRAINT:

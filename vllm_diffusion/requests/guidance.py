@@ -38,6 +38,13 @@ def deep_threads(count: int, name: str) -> ThreadPoolExecutor:
     return threads
 
 
+@functools.cache
+def reading_threads() -> ThreadPoolExecutor:
+    """Return the threads that read constraints and tools, while the event loop serves others."""
+    # Two, so that a large schema does not hold up a small one.
+    return deep_threads(2, "constraint")
+
+
 def guidance_grammar(kind: str, text: str) -> str:
     """Return llguidance's form of a constraint.
 

@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -158,16 +158,30 @@ def plain_schema(schema: Any) -> dict[str, Any]:
     return root
 
 
-def _copied(schema: Any) -> dict[str, Any]:
-    """Return a schema of the caller's own, once it is known to be no larger than a grammar may be."""
+def json_text(value: Any) -> str:
+    """Return a value as JSON.
+
+    Raises:
+        SchemaError: If it is nested too deeply, or cannot be written.
+    """
+    return str(_converted(json.dumps, value))
+
+
+def _converted(convert: Callable[[Any], Any], value: Any) -> Any:
+    """Return what ``json.dumps`` or ``json.loads`` makes of a value."""
     try:
-        root = json.loads(schema if isinstance(schema, str) else json.dumps(schema))
+        return convert(value)
     except RecursionError:
         raise SchemaError(
             f"is nested too deeply; up to {bounds.MOST_LEVELS} levels are supported"
         ) from None
     except (ValueError, TypeError) as error:
         raise SchemaError(f"is no JSON: {error}") from None
+
+
+def _copied(schema: Any) -> dict[str, Any]:
+    """Return a schema of the caller's own, once it is known to be no larger than a grammar may be."""
+    root = _converted(json.loads, schema if isinstance(schema, str) else json_text(schema))
     if root is True:
         return {}
     if not isinstance(root, dict):

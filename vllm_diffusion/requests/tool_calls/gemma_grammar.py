@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_diffusion.requests.tool_calls.call_values import QUOTE
 from vllm_diffusion.requests.tool_calls.leaf_values import (
     UnwritableError,
     escaped,
@@ -34,7 +35,6 @@ from vllm_diffusion.requests.tool_calls.value_forms import (
 
 CALL_START = "<|tool_call>"
 CALL_END = "<tool_call|>"
-QUOTE = '<|"|>'
 # Rules that all tools have in common. Beyond 4,300 digits Python reads no integer, and beyond 1e308 no number.
 _BASIC_RULES = r"""
 integer: /-?(0|[1-9][0-9]{0,17})/
@@ -138,23 +138,40 @@ class _Rules:
 
     def _listed(self, form: Scalar) -> str:
         assert form.values is not None
-        strings = [value for value in form.values if isinstance(value, str)]
-        others = [escaped(json.dumps(value)) for value in form.values if not isinstance(value, str)]
-        unspelled = [
-            escaped(value)
-            for value in strings
-            if not any(text in value for text in self._markers.texts)
-        ]
-        # A rule has at most 2,000 alternatives, an expression more.
-        written = [self._terminal(f"/{'|'.join(others)}/")] if others else []
-        if unspelled:
-            terminal = self._terminal(f"/{'|'.join(unspelled)}/")
-            written.append(f"{self._quote} {terminal} {self._quote}")
-        if not written:
+        values = [value for value in form.values if not self._has_marker(value)]
+        if not values:
             raise ToolSchemaError(
                 f"{form.values[0]!r} is spelled like a special token, which no argument may hold"
             )
+        # A rule has at most 2,000 alternatives, an expression more.
+        strings = "|".join(escaped(value) for value in values if isinstance(value, str))
+        bare = [value for value in values if not isinstance(value, (str, list, dict))]
+        literals = "|".join(escaped(json.dumps(value)) for value in bare)
+        written = [self._constant(value) for value in values if isinstance(value, (list, dict))]
+        if bare:
+            written.append(self._terminal(f"/{literals}/"))
+        if any(isinstance(value, str) for value in values):
+            written.append(f"{self._quote} {self._terminal(f'/{strings}/')} {self._quote}")
         return self._rule(" | ".join(written))
+
+    def _has_marker(self, value: Any) -> bool:
+        if isinstance(value, dict):
+            return any(map(self._has_marker, [*value, *value.values()]))
+        if isinstance(value, list):
+            return any(map(self._has_marker, value))
+        return isinstance(value, str) and any(text in value for text in self._markers.texts)
+
+    def _constant(self, value: Any) -> str:
+        """Return the writing of a listed value."""
+        comma = ' "," '
+        if isinstance(value, dict):
+            pairs = [f"{_literal(f'{key}:')} {self._constant(item)}" for key, item in value.items()]
+            return f'"{{" {comma.join(pairs)} "}}"'
+        if isinstance(value, list):
+            return f'"[" {comma.join(map(self._constant, value))} "]"'
+        if isinstance(value, str):
+            return f"{self._quote} {self._terminal(f'/{escaped(value)}/')} {self._quote}"
+        return _literal(json.dumps(value))
 
     def _string(self, form: Text) -> str:
         if form == Text():
@@ -177,8 +194,7 @@ class _Rules:
 
     def members(self, form: Members) -> str:
         if form.others is not None:
-            other = "string" if form.others.forms else "anything"
-            pair = f'key ":" {other}'
+            pair = f'key ":" {self.value(form.others)}'
             return self._rule(f'"{{" ({pair} ("," {pair})*)? "}}"')
         pairs = [
             (self._rule(f"{_literal(f'{name}:')} {self.value(value)}"), name in form.required)

@@ -8,9 +8,12 @@ strict or the server is set so, as with vLLM's other parsers. For any other mode
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from vllm.parser.gemma4 import Gemma4Parser
+from vllm.parser.gemma4 import Gemma4Parser, gemma4_config
 from vllm.tool_parsers.gemma4_engine_tool_parser import Gemma4EngineToolParser
 from vllm.tool_parsers.structural_tag_registry import (
     get_structural_tag_tools,
@@ -18,30 +21,51 @@ from vllm.tool_parsers.structural_tag_registry import (
 )
 from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
 
+from vllm_diffusion.requests.tool_calls.call_values import typed, with_signs
 from vllm_diffusion.requests.tool_calls.gemma_grammar import Markers, call_grammar
-from vllm_diffusion.requests.tool_calls.schema_reader import ToolSchemaError, read_arguments
-from vllm_diffusion.requests.tool_calls.value_forms import Members
+from vllm_diffusion.requests.tool_calls.read_tools import (
+    ANY_TOOL,
+    ReadTool,
+    function_of,
+    read_tools,
+)
+from vllm_diffusion.requests.tool_calls.schema_reader import ToolSchemaError
+from vllm_diffusion.requests.tool_calls.value_forms import Value
 
 # Names our tag in vLLM's registry of tags, where it is not listed: only functions are called.
 TAG = "gemma4"
 
 
 class GemmaCallParser(Gemma4Parser):
-    """vLLM's parser, given schemas that it can read types from."""
+    """vLLM's parser, which gives each argument the type that the call writes."""
 
     def __init__(self, tokenizer: Any, tools: list[Any] | None = None, **kwargs: Any) -> None:
+        thinks = (kwargs.get("chat_template_kwargs") or {}).get("enable_thinking", False)
+        config = gemma4_config(thinking=thinks)
+        read = config.arg_converter
+        assert read is not None
+        kwargs["parser_engine_config"] = replace(
+            config, arg_converter=lambda text, is_part: read(with_signs(text), is_part)
+        )
         super().__init__(tokenizer, tools, **kwargs)
-        self._read_tools: tuple[Any, list[Any]] | None = None
+        self._read: Mapping[str, ReadTool] = {}
+        self._streamed: tuple[Any, list[Any]] | None = None
 
     def _check_skip_tool_parsing(self, request: Any) -> None:
         super()._check_skip_tool_parsing(request)
         tools = getattr(request, "tools", None)
         if not tools:
             return
-        # Read for every chunk of a stream.
-        if self._read_tools is None or self._read_tools[0] is not tools:
-            self._read_tools = (tools, [_with_readable_schema(tool) for tool in tools])
-        self._tools = self._read_tools[1]
+        # Called for every chunk of a stream.
+        if self._streamed is None or self._streamed[0] is not tools:
+            self._read = read_tools(tools)
+            self._streamed = (tools, [_streamed(tool, self._read) for tool in tools])
+        self._tools = self._streamed[1]
+
+    def _fix_arg_types(self, args_json: str, func_name: str) -> str:
+        arguments = self._read.get(func_name, ANY_TOOL).arguments
+        value = Value({"object": (arguments,)})
+        return json.dumps(typed(json.loads(args_json), value), ensure_ascii=False)
 
 
 class GemmaToolParser(Gemma4EngineToolParser):
@@ -94,8 +118,9 @@ class GemmaToolParser(Gemma4EngineToolParser):
         if not strict_tools:
             return None
         named = _named(request.tool_choice)
-        called = [tool for tool in strict_tools if named in (None, _function(tool).name)]
-        tags = _tags([_function(tool) for tool in called], markers)
+        called = [tool for tool in strict_tools if named in (None, function_of(tool).name)]
+        read = read_tools(request.tools)
+        tags = _tags([function_of(tool) for tool in called], read, markers)
         if request.tool_choice in (None, "auto"):
             return StructuralTag(
                 format=TokenTriggeredTagsFormat(
@@ -111,33 +136,25 @@ class GemmaToolParser(Gemma4EngineToolParser):
         )
 
 
-def _function(tool: Any) -> Any:
-    """Name, parameters and strictness: nested in a chat's tool, not in a response's."""
-    return getattr(tool, "function", tool)
-
-
 def _named(tool_choice: Any) -> str | None:
     if tool_choice is None or isinstance(tool_choice, str):
         return None
-    name: str = _function(tool_choice).name
+    name: str = function_of(tool_choice).name
     return name
 
 
-def _arguments(function: Any) -> Members:
-    return read_arguments(
-        getattr(function, "parameters", None), strict=getattr(function, "strict", None) is True
-    )
-
-
-def _tags(functions: list[Any], markers: Markers) -> list[Any]:
+def _tags(functions: list[Any], read: Mapping[str, ReadTool], markers: Markers) -> list[Any]:
     """Write the tags of all tools; those that cannot be followed are refused together."""
     from vllm.exceptions import VLLMValidationError
     from xgrammar.structural_tag import GrammarFormat, TagFormat, TokenFormat
 
     tags, problems = [], {}
     for i, function in enumerate(functions):
+        tool = read[function.name]
         try:
-            grammar = call_grammar(function.name, _arguments(function), markers, f"tool{i}")
+            if tool.problem is not None:
+                raise ToolSchemaError(tool.problem)
+            grammar = call_grammar(function.name, tool.arguments, markers, f"tool{i}")
         except ToolSchemaError as error:
             problems[function.name] = f"{function.name}: {error}"
             continue
@@ -157,16 +174,17 @@ def _tags(functions: list[Any], markers: Markers) -> list[Any]:
     return tags
 
 
-def _with_readable_schema(tool: Any) -> Any:
-    """A copy of ``tool`` whose schema the parser can read, or ``tool`` itself."""
-    function = _function(tool)
-    try:
-        arguments = _arguments(function)
-    except (ToolSchemaError, AttributeError):
+def _streamed(tool: Any, read: Mapping[str, ReadTool]) -> Any:
+    """A copy of ``tool`` from which vLLM learns which arguments are strings, so that they are sent as they grow."""
+    function = function_of(tool)
+    if not hasattr(function, "parameters"):
         return tool
-    parameters = {
-        "type": "object",
-        "properties": {name: value.schema() for name, value in arguments.properties.items()},
+    types = {
+        name: {"type": "string" if not value.forms or "string" in value.forms else "object"}
+        for name, value in read[function.name].arguments.properties.items()
     }
-    read = function.model_copy(update={"parameters": parameters})
-    return read if function is tool else tool.model_copy(update={"function": read})
+    read_function = function.model_copy(
+        update={"parameters": {"type": "object", "properties": types}}
+    )
+    is_nested = function is not tool
+    return tool.model_copy(update={"function": read_function}) if is_nested else read_function

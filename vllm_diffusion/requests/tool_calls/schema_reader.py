@@ -1,13 +1,9 @@
-"""Reads the JSON schema of a tool's parameters.
+"""Reads the JSON schema of a tool's parameters into the forms that a call may write.
 
-A call in Gemma's format writes ``name{key:value,...}``: keys and numbers as they are, strings between
-two marker tokens. Its reader (vLLM's parser) gets the types back from the schema, and knows ``type``,
-``enum``, ``properties`` and ``items`` of a value, but nothing of what a reference names or an
-alternative holds. So a schema is read here into one form for each JSON type that a value may have; the
-grammar of a call derives from it, and so does the schema from which its reader recovers the types.
-
-Whatever the reader could not tell apart is refused, so that a call that follows the grammar always
-has arguments that satisfy the schema.
+A call in Gemma's format writes ``name{key:value,...}``: keys and numbers as they are, strings between two marker
+tokens. A schema is read here into the forms of each JSON type that a value may have, from which the grammar of a
+call derives. What that grammar cannot say, or the format cannot write, is refused for a strict tool, so that a
+call that follows the grammar always has arguments that satisfy the schema.
 """
 
 from __future__ import annotations
@@ -18,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_diffusion.requests.json_schema import CONSTRAINING, SchemaError, plain_schema
+from vllm_diffusion.requests.tool_calls.call_values import json_types
 from vllm_diffusion.requests.tool_calls.leaf_values import (
     UnwritableError,
     number_rule,
@@ -78,24 +75,13 @@ _MOST_LEVELS = 32
 def read_arguments(parameters: Mapping[str, Any] | None, *, strict: bool) -> Members:
     """Read the ``parameters`` of a tool.
 
-    A tool that is not strict and whose schema cannot be followed takes any object.
-
     Args:
-        parameters: A JSON schema of an object.
+        parameters: A JSON schema of an object; nothing for a tool that takes nothing.
         strict: Refuse what would not be enforced.
 
     Raises:
-        ToolSchemaError: Naming the place in the schema of a strict tool.
+        ToolSchemaError: Naming the place in the schema.
     """
-    try:
-        return _read_arguments(parameters, strict)
-    except ToolSchemaError:
-        if strict:
-            raise
-        return Members({}, frozenset(), ANYTHING)
-
-
-def _read_arguments(parameters: Mapping[str, Any] | None, strict: bool) -> Members:
     if not parameters:
         return Members({}, frozenset())
     try:
@@ -150,10 +136,10 @@ class _Reader:
                     f"{path} has {name} together with {others}; write it as one schema"
                 )
             value = self._referred(schema, name, path, inside)
-            return _checked(_restricted(value, schema, path), path)
+            return _restricted(value, schema, path)
         if not keywords:
             return ANYTHING
-        return _checked(self._plain(schema, path, inside), path)
+        return self._plain(schema, path, inside)
 
     def _referred(
         self, schema: Mapping[str, Any], name: str, path: str, inside: tuple[str, ...]
@@ -217,21 +203,12 @@ class _Reader:
                 f"{path} must have properties by name and a list of required ones"
             )
         for name in [*properties, *required]:
-            if not isinstance(name, str) or not _BARE_KEY.fullmatch(name):
-                raise ToolSchemaError(
-                    f"{path}.properties has the name {name!r}, which Gemma's format cannot write; "
-                    "use letters, digits and underscores"
-                )
+            _check_key(name, path)
         # Empty properties are how a tool declares that it takes nothing.
         more = schema.get("additionalProperties", "properties" not in schema)
         others = None
         if not properties and more is not False:
             others = self.read(more, f"{path}.additionalProperties", inside)
-            if others.forms and set(others.forms) != {"string"}:
-                raise ToolSchemaError(
-                    f"{path}.additionalProperties may hold strings only, since the parser of Gemma's "
-                    "format knows no types there; name the properties"
-                )
         named = {**dict.fromkeys(required, True), **properties}
         return Members(
             {
@@ -242,6 +219,24 @@ class _Reader:
             frozenset(required),
             others,
         )
+
+
+def _check_key(name: Any, path: str) -> None:
+    if not isinstance(name, str) or not _BARE_KEY.fullmatch(name):
+        raise ToolSchemaError(
+            f"{path} has the name {name!r}, which Gemma's format cannot write; use letters, digits and underscores"
+        )
+
+
+def _keys(value: Any, path: str, level: int = 0) -> list[str]:
+    """Return the names in a listed value, however deep."""
+    if level > _MOST_LEVELS:
+        raise ToolSchemaError(f"{path} lists a value of more than {_MOST_LEVELS} levels")
+    if isinstance(value, list):
+        return [key for item in value for key in _keys(item, path, level + 1)]
+    if isinstance(value, dict):
+        return [*value, *_keys([*value.values()], path, level)]
+    return []
 
 
 def _types(schema: Mapping[str, Any], path: str) -> list[str]:
@@ -303,17 +298,10 @@ def _bounds(schema: Mapping[str, Any], what: str, path: str) -> tuple[int, int |
 
 def _type_of(value: Any, types: list[str]) -> str | None:
     """Return the JSON type of a listed value, ``None`` if it is none of ``types``."""
-    if value is None:
-        name = "null"
-    elif isinstance(value, bool):
-        name = "boolean"
-    elif isinstance(value, int):
-        name = "number" if types and "integer" not in types else "integer"
-    elif isinstance(value, float):
-        name = "number"
-    else:
-        name = "string"
-    return name if not types or name in types else None
+    names = json_types(value)
+    if not types:
+        return min(names)
+    return min(names.intersection(types), default=None)
 
 
 def _listed(schema: Mapping[str, Any], types: list[str], path: str) -> dict[str, tuple[Form, ...]]:
@@ -327,11 +315,8 @@ def _listed(schema: Mapping[str, Any], types: list[str], path: str) -> dict[str,
     if not isinstance(values, list) or ("const" in schema and schema["const"] not in values):
         raise ToolSchemaError(f"{path}.enum must be a list, with const in it where both are given")
     values = [schema["const"]] if "const" in schema else values
-    if any(isinstance(value, (list, dict)) for value in values):
-        raise ToolSchemaError(
-            f"{path} lists an array or an object, which the parser of Gemma's format cannot give "
-            "back; describe it by properties or items"
-        )
+    for key in _keys(values, path):
+        _check_key(key, path)
     listed: dict[str, list[Any]] = {}
     for value in values:
         if (name := _type_of(value, types)) is not None:
@@ -348,33 +333,14 @@ def _any_of(values: list[Value], path: str, *, disjoint: bool) -> Value:
     merged: dict[str, tuple[Form, ...]] = {}
     for value in values:
         for name, forms in value.forms.items():
-            if name in merged and (disjoint or not _read_alike((*merged[name], *forms))):
+            if name in merged and disjoint:
                 raise ToolSchemaError(
-                    f"{path} has two alternatives of type {name}, which look alike; write "
-                    "them as one schema"
+                    f"{path}.oneOf has two alternatives of type {name}, which one value could satisfy; use anyOf"
                 )
             merged[name] = merged.get(name, ()) + forms
     if disjoint and {"integer", "number"} <= merged.keys():
         raise ToolSchemaError(f"{path}.oneOf has an integer that is a number too; use anyOf")
     return Value(merged)
-
-
-def _read_alike(forms: tuple[Form, ...]) -> bool:
-    """Return true if the reader gets the types of all forms back from one schema."""
-    types: dict[str, Any] = {}
-    for form in forms:
-        if isinstance(form, Members):
-            if form.others is not None:
-                return False
-            for name, value in form.properties.items():
-                if types.setdefault(name, value.schema()) != value.schema():
-                    return False
-        elif (
-            isinstance(form, Items)
-            and types.setdefault("", form.item.schema()) != form.item.schema()
-        ):
-            return False
-    return True
 
 
 def _restricted(value: Value, schema: Mapping[str, Any], path: str) -> Value:
@@ -386,38 +352,3 @@ def _restricted(value: Value, schema: Mapping[str, Any], path: str) -> Value:
     if not forms:
         raise NoValueError(f"{path} allows no value")
     return Value(forms)
-
-
-def _checked(value: Value, path: str) -> Value:
-    """``value``, less the listed values that the reader would take for something else."""
-    types = list(value.forms)
-    if "string" not in value.forms:
-        return value
-    has_text = any(isinstance(form, Text) for form in value.forms["string"])
-    others = [name for name in types if name != "string"]
-    for name in others:
-        is_free = all(
-            isinstance(form, Scalar) and form.values is None for form in value.forms[name]
-        )
-        if has_text and not is_free and name != "null":
-            raise ToolSchemaError(
-                f"{path} may be a string or {name} of its own schema, which the parser of Gemma's "
-                "format cannot tell apart; leave one of them out"
-            )
-    forms = {name: value.forms[name] for name in others}
-    strings = tuple(
-        kept for form in value.forms["string"] if (kept := _readable(form, types)) is not None
-    )
-    if strings:
-        forms["string"] = strings
-    return Value(forms)
-
-
-def _readable(form: Form, types: list[str]) -> Form | None:
-    """A form of strings, less those that the reader takes for another of ``types``."""
-    from vllm.tool_parsers.utils import coerce_to_schema_type
-
-    if not isinstance(form, Scalar) or form.values is None:
-        return form
-    values = tuple(text for text in form.values if coerce_to_schema_type(text, types) is text)
-    return Scalar(values) if values else None

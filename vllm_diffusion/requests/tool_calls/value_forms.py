@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Scalar:
-    """Number, boolean, null or string out of a list; any of its type without one.
+    """A value out of a list; any number, boolean or null without one.
 
     Attributes:
         values: Allowed values; ``None`` for all.
@@ -76,25 +76,10 @@ class Value:
     """Type of one value.
 
     Attributes:
-        forms: Allowed forms for each JSON type; empty for a value of any kind, which the reader
-            passes on as text.
+        forms: Allowed forms for each JSON type; empty for a value of any kind.
     """
 
     forms: Mapping[str, tuple[Form, ...]]
-
-    def schema(self) -> dict[str, Any]:
-        """Return the schema from which the reader gets the types back."""
-        if not self.forms:
-            return {}
-        schema: dict[str, Any] = {"type": sorted(self.forms)}
-        for form in (form for forms in self.forms.values() for form in forms):
-            if isinstance(form, Members):
-                # Alternatives give a name that they share the same schema.
-                named = {k: v.schema() for k, v in form.properties.items()}
-                schema["properties"] = {**schema.get("properties", {}), **named}
-            elif isinstance(form, Items):
-                schema["items"] = form.item.schema()
-        return schema
 
 
 ANYTHING = Value({})

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import json
 import random
+import threading
 from typing import Any
 
 import jsonschema
@@ -23,6 +26,8 @@ from tests.support.tool_schemas import PARAMETERS, gemma_parser, tool, tool_requ
 from vllm_diffusion import plugin
 from vllm_diffusion.requests.constraint import read_constraint
 from vllm_diffusion.requests.guidance import guidance_grammar
+from vllm_diffusion.requests.tool_calls import schema_reader
+from vllm_diffusion.requests.tool_calls.read_tools import read_tools_aside
 from vllm_diffusion.scheduling.grammars import GuidedText, _ll_tokenizer
 
 pytestmark = pytest.mark.engine
@@ -154,6 +159,46 @@ def test_what_clients_generate_from_classes(tokenizer, compiler):
             jsonschema.validate(json.loads(arguments), parameters)
 
 
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ('a:<|"|>7<|"|>,b:<|"|>7<|"|>,c:7', {"a": 7, "b": "7", "c": "7"}),
+        ('a:<|"|>x<|"|>,d:<|"|>7<|"|>', {"a": "x", "d": "7"}),
+        ("a:seven,c:1.50,d:on", {"a": "seven", "c": "1.50", "d": "on"}),
+        ('c:"x",d:[1,<|"|>1<|"|>,{e:true}]', {"c": "x", "d": [1, "1", {"e": True}]}),
+        ('e:{a:1,f:<|"|>1<|"|>},b:1', {"e": {"a": "1", "f": 1}, "b": 1}),
+        ('<|"|>b<|"|>:2,d:1e999,g:null', {"b": 2, "d": "1e999", "g": None}),
+        ("", {}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_free_calls_are_read_by_what_they_write(tokenizer, call, arguments):
+    """A value that its schema allows keeps its type, and another is made one of the allowed types if it can be."""
+    parameters = {
+        "type": "object",
+        "properties": {
+            "a": {"type": "integer"},
+            "b": {"type": ["integer", "string"]},
+            "c": {"$ref": "#/$defs/word"},
+            "d": {},
+            "e": {
+                "type": "object",
+                "properties": {"a": {"$ref": "#/$defs/word"}, "f": {"type": "number"}},
+            },
+        },
+        "$defs": {"word": {"type": "string"}},
+    }
+    request = tool_request([tool(parameters)], tool_choice="auto")
+    tokens = tokenizer.encode(
+        f"<|tool_call>call:store{{{call}}}<tool_call|>", add_special_tokens=False
+    )
+    (whole,) = read_whole(tokenizer, request, tokens)
+    assert json.loads(whole[1]) == arguments
+    for width in (1, 5, 64):
+        (streamed,) = read_stream(tokenizer, request, tokens, width)
+        assert json.loads(streamed[1]) == arguments, width
+
+
 def test_a_named_tool_is_called_once(tokenizer, compiler):
     """``required`` may call several times, a named tool and no parallel calls once."""
     tools = [tool({"type": "object", "properties": {}}, name=name) for name in ("one", "two")]
@@ -200,6 +245,7 @@ def test_other_models_are_left_alone(tokenizer):
 
 
 TEXT = {"type": "string"}
+NESTED = functools.reduce(lambda inner, _: [inner], range(40), [])
 
 
 @pytest.mark.parametrize(
@@ -214,14 +260,12 @@ TEXT = {"type": "string"}
         ({"type": "string", "pattern": "[!--]"}, "two dashes"),
         ({"type": "integer", "multipleOf": 7, "minimum": 1, "maximum": 6}, "multipleOf"),
         ({"type": "integer", "minimum": 3, "maximum": 2}, "allows no number"),
-        ({"anyOf": [TEXT, {"type": "integer", "minimum": 3}]}, "string or integer"),
         ({"type": "text"}, "/type: must be of"),
-        ({"anyOf": [TEXT, {"type": "array"}]}, "string or array"),
-        ({"anyOf": [TEXT, {"enum": [1, 2]}]}, "string or integer"),
-        ({"anyOf": [{"type": "object"}, {"type": "object"}]}, "two alternatives of type object"),
         ({"allOf": [TEXT, TEXT]}, "allOf is not supported"),
         ({"anyOf": [TEXT], "maxLength": 3}, "anyOf together with maxLength"),
-        ({"enum": [[1]]}, "array or an object"),
+        ({"oneOf": [{"type": "object"}, {"type": "object"}]}, "two alternatives of type object"),
+        ({"enum": [[{"b:": 1}]]}, "'b:'"),
+        ({"const": NESTED}, "levels"),
         ({"enum": []}, "allows no value"),
         ({"type": "string", "enum": [1]}, "allows no value"),
         ({"enum": ["<|tool_call>"]}, "special token"),
@@ -231,7 +275,6 @@ TEXT = {"type": "string"}
         ({"type": "array", "minItems": 3, "maxItems": 2}, "below minItems"),
         ({"type": "string", "maxLength": -1}, "/maxLength: -1 is less than"),
         ({"type": "object", "properties": {"a:b": TEXT}}, "'a:b'"),
-        ({"type": "object", "additionalProperties": {"type": "integer"}}, "additionalProperties"),
         ("text", "#/properties/a: 'text' is not of type"),
         (False, "allows no value"),
     ],
@@ -246,6 +289,7 @@ def test_refused_schemas(tokenizer, schema, words):
     assert refusal.value.parameter == "tools"
 
 
+TYPES = ("string", "number", "boolean", "null")
 SERVED = [
     {"type": "string", "pattern": "a+", "minLength": 2, "maxLength": 4},
     {"type": "string", "format": "date", "maxLength": 10},
@@ -277,6 +321,18 @@ SERVED = [
             for kind in ("string", "boolean")
         ]
     },
+    {"anyOf": [TEXT, {"type": "integer", "minimum": 3}]},
+    {"anyOf": [TEXT, {"type": "array", "items": TEXT}]},
+    {"anyOf": [TEXT, {"enum": [1, 2]}, {"type": "object", "properties": {"b": TEXT}}]},
+    {"enum": ["7", 7, "true", None, "null", "", {"a": ["1", 1, {}], "b": ""}, [], [[0.5]]]},
+    {"type": "object", "additionalProperties": {"type": ["integer", "string"]}},
+    {"anyOf": [{"type": "object", "additionalProperties": {"type": t}} for t in TYPES]},
+    {
+        "anyOf": [
+            {"type": "object", "properties": {"a": {"type": t}}, "required": ["a"]} for t in TYPES
+        ]
+    },
+    {"anyOf": [{"type": "array", "items": {"type": t}} for t in TYPES]},
     {"anyOf": [{"type": "array", "items": TEXT, "minItems": n, "maxItems": n} for n in (0, 3)]},
     {"enum": [f"ß{i}/" for i in range(3000)]},
 ]
@@ -369,7 +425,7 @@ def test_a_tool_that_is_not_strict_may_narrow_its_values(tokenizer, keyword):
     [
         {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}},
         {"type": "object", "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
-        {"type": "object", "properties": {"a": {"oneOf": [TEXT, {"type": "object"}]}}},
+        {"type": "object", "properties": {"a": {"oneOf": [TEXT, {"enum": ["b"]}]}}},
     ],
     ids=repr,
 )
@@ -420,3 +476,38 @@ def test_a_schema_cannot_multiply(tokenizer):
     for parameters in ({"$ref": "#/$defs/d30", "$defs": definitions}, deep):
         with pytest.raises(VLLMValidationError, match="too large|too deep"):
             gemma_parser(tokenizer).adjust_request(tool_request([tool(parameters, strict=True)]))
+
+
+def test_tools_are_read_once_and_off_the_event_loop(tokenizer, monkeypatch):
+    """Where an endpoint has waited for its tools, neither the constraint nor the answer's reader reads a schema again."""
+    threads: list[str] = []
+    real = schema_reader.plain_schema
+
+    def noted(schema: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return real(schema)
+
+    monkeypatch.setattr(schema_reader, "plain_schema", noted)
+    parameters = {"type": "object", "properties": {"once_only": {"type": "integer"}}}
+    request = tool_request([tool(parameters), tool(parameters, "strict", strict=True)])
+    asyncio.run(read_tools_aside(request.tools))
+    parser = gemma_parser(tokenizer)
+    parser.adjust_request(request)
+    text = "<|tool_call>call:store{once_only:1}<tool_call|>"
+    assert parser.parse(text, request, enable_auto_tools=True)[2]
+    assert len(threads) == 2
+    assert all(name.startswith("constraint") for name in threads)
+
+
+def test_schemas_of_all_tools_are_bounded_together(tokenizer):
+    """Strict tools beyond the bound are refused, and others are called with any object."""
+    parameters = {"type": "object", "properties": {"a": {**TEXT, "description": "b" * 10**5}}}
+    for strict in (True, False):
+        tools = [tool(parameters, f"tool{i}", strict=strict) for i in range(11)]
+        request = tool_request(tools)
+        if strict:
+            with pytest.raises(VLLMValidationError, match="together may have 1000000 characters"):
+                gemma_parser(tokenizer).adjust_request(request)
+        else:
+            adjusted = gemma_parser(tokenizer).adjust_request(request)
+            assert "anything" in adjusted.structured_outputs.structural_tag
