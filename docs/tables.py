@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from docs import pass_example
 from vllm_diffusion.decoding.layouts import CanvasLayout, FreeCanvas
+from vllm_diffusion.families.checkpoints import SOURCES, CheckpointFamily, checkpoint_families
 from vllm_diffusion.families.registry import FAMILIES
 from vllm_diffusion.hooks.upstream import read_symbols
 from vllm_diffusion.plugin import imported
@@ -93,6 +94,32 @@ def options() -> str:
 
 def _code(words: Iterable[str]) -> str:
     return ", ".join(f"`{word}`" for word in words)
+
+
+def checkpoints() -> str:
+    """List the published checkpoints that are served, in a section for each family."""
+    return "\n".join(map(_checkpoints_of, checkpoint_families()))
+
+
+def _checkpoints_of(family: CheckpointFamily) -> str:
+    rows = [
+        [
+            f"`{checkpoint.id}`",
+            f"{checkpoint.billions:g}B"
+            + (f" ({checkpoint.active:g}B active)" if checkpoint.active else ""),
+            checkpoint.format + (f", {checkpoint.gb:g} GB" if checkpoint.gb else ""),
+            checkpoint.memory,
+            checkpoint.licence,
+            SOURCES[checkpoint.source],
+        ]
+        for checkpoint in family.checkpoint
+    ]
+    head = ["checkpoint", "parameters", "format, files", "GPU memory", "licence", "id read in"]
+    command = family.command(family.checkpoint[0])
+    return (
+        f"### {family.name}\n\n```sh\n{command}\n```\n\n{_table(head, rows)}\n"
+        f"Checked: {family.checked}.\nOpen: {family.open}.\n"
+    )
 
 
 def families() -> str:
@@ -300,6 +327,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "replaced": replaced,
     "symbols": symbols,
     "options": options,
+    "checkpoints": checkpoints,
     "families": families,
     "published": published,
     "rules": rules,

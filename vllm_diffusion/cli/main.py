@@ -6,7 +6,7 @@ import os
 import sys
 from importlib.metadata import version
 
-from vllm_diffusion.cli import chat, checkpoint, demo, doctor, serve_page
+from vllm_diffusion.cli import chat, checkpoint, demo, doctor, models, serve_page
 from vllm_diffusion.cli.console import CommandError, fail
 from vllm_diffusion.cli.values import Parser, UsageError
 from vllm_diffusion.hooks.own_entry_points import own_entry_points
@@ -26,7 +26,7 @@ def build_parser() -> Parser:
     )
     subcommands = parser.add_subparsers(metavar="COMMAND", required=True)
     registered = [entry.load() for entry in own_entry_points("vllm_diffusion.commands")]
-    for module in (demo, chat, serve_page, checkpoint, *registered, doctor):
+    for module in (demo, chat, serve_page, models, checkpoint, *registered, doctor):
         module.add_parser(subcommands)
     return parser
 

@@ -1,0 +1,101 @@
+"""The list of published checkpoints: each line is one that vLLM and its family take."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.families.cases import checkpoint_of
+from vllm_diffusion.cli.main import main
+from vllm_diffusion.families.checkpoints import SOURCES, CheckpointFamily, checkpoint_families
+from vllm_diffusion.families.registry import FAMILIES
+from vllm_diffusion.startup.plan import spec_of
+
+pytestmark = pytest.mark.engine
+
+LISTED = checkpoint_families()
+# Tiny checkpoints by what the list says of their families.
+TINY = {
+    "DiffusionGemmaForBlockDiffusion": "diffusion-gemma",
+    "SDARForCausalLM": "sdar",
+    "SDARMoeForCausalLM": "sdar-moe",
+    "LLaDA2MoeModelLM": "llada2.0",
+    "LLaDAModelLM": "llada",
+    "LLaDAMoEModelLM": "llada-moe",
+    "ILLaDAForCausalLM": "illada",
+    "DreamModel": "dream",
+    "DreamForCausalLM": "dream-reasoner",
+    "NemotronLabsDiffusionModel": "nemotron",
+    "Fast_dLLM_QwenForCausalLM": "fast-dllm",
+    "StableDiffcoderForCausalLM": "stable-diffcoder",
+    "A2DQwen3LMHeadModel": "a2d",
+}
+
+
+def parsed(command: str) -> Any:
+    """What vLLM's own parser makes of a line that begins with ``vllm serve``."""
+    from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(shlex.split(command)[2:])
+    arguments.model = arguments.model_tag
+    validate_parsed_serve_args(arguments)
+    return arguments
+
+
+def test_every_family_and_id_is_listed_once() -> None:
+    """Each served architecture has checkpoints, no id stands twice, and each says where it was read."""
+    assert {family.architecture for family in LISTED} == {one.architecture for one in FAMILIES}
+    rows = [row for family in LISTED for row in family.checkpoint]
+    ids = [row.id for row in rows]
+    assert len(set(ids)) == len(ids)
+    assert {row.source for row in rows} == SOURCES.keys()
+
+
+def test_every_line_is_one_that_vllm_takes() -> None:
+    """vLLM's parser reads each line, and knows the parsers that it names."""
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    for family in LISTED:
+        for row in family.checkpoint:
+            arguments = parsed(family.command(row))
+            assert arguments.model == row.id
+            assert arguments.tensor_parallel_size == row.num_gpus
+            if arguments.tool_call_parser:
+                ToolParserManager.get_tool_parser(arguments.tool_call_parser)
+            if arguments.reasoning_parser:
+                ReasoningParserManager.get_reasoning_parser(arguments.reasoning_parser)
+
+
+@pytest.mark.parametrize("family", LISTED, ids=lambda family: family.name)
+def test_its_family_takes_the_line(
+    family: CheckpointFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tiny checkpoint in a folder of the published name gets a plan of its family by the line's options."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    # The tiny ones have fewer positions than the published.
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    row = family.checkpoint[0]
+    folder, _ = checkpoint_of(TINY[family.architecture], tmp_path / row.id.split("/")[1])
+    arguments = parsed(family.command(row).replace(row.id, str(folder)))
+    config = EngineArgs.from_cli_args(arguments).create_engine_config()
+    assert config.model_config.architecture == family.architecture
+    assert spec_of(config.model_config) is not None
+
+
+def test_models_prints_lines_to_copy(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command lists what has all words in family or id, with the line that serves it; or says that nothing has."""
+    assert main(["models", "SDAR", "4b"]) == 0
+    out = capsys.readouterr().out
+    assert "\n  vllm serve JetLM/SDAR-4B-Chat --tool-call-parser hermes" in out
+    assert "SDAR-8B" not in out
+    assert main(["models"]) == 0
+    out = capsys.readouterr().out
+    assert all(row.id in out for family in LISTED for row in family.checkpoint)
+    assert main(["models", "gpt"]) == 1
+    assert "No checkpoint has gpt in its name" in capsys.readouterr().err

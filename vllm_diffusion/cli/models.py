@@ -1,0 +1,54 @@
+"""``vllm-diffusion models``: published checkpoints that are served, with the command line of each."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from vllm_diffusion.cli.console import CommandError, table
+from vllm_diffusion.families.checkpoints import checkpoint_families
+
+if TYPE_CHECKING:
+    from vllm_diffusion.cli.values import Parser
+
+    Subcommands = argparse._SubParsersAction[Parser]
+
+
+def add_parser(subcommands: Subcommands) -> None:
+    parser = subcommands.add_parser(
+        "models",
+        help="list the published checkpoints that are served",
+        description="List published checkpoints with their sizes, licences and the command lines that serve them. "
+        "Memory of a GPU is an estimate: weights and 4 GB.",
+    )
+    parser.add_argument(
+        "words", nargs="*", metavar="WORD", help="only those whose family or id has each word"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    words = [word.lower() for word in arguments.words]
+    found = False
+    for family in checkpoint_families():
+        rows = [
+            checkpoint
+            for checkpoint in family.checkpoint
+            if all(word in f"{family.name} {checkpoint.id}".lower() for word in words)
+        ]
+        if not rows:
+            continue
+        print(f"{chr(10) if found else ''}{family.name} ({family.architecture})")
+        found = True
+        print(f"  checked: {family.checked}\n  open: {family.open}")
+        cells = [
+            (row.id, f"{row.billions:g}B", row.format, row.memory, row.licence) for row in rows
+        ]
+        head = ("", "size", "format", "GPU", "licence")
+        print(table([head, *cells], indent="  "))
+        print(f"  {family.command(rows[0])}")
+    if not found:
+        raise CommandError(
+            f"No checkpoint has {' and '.join(arguments.words)} in its name; `vllm-diffusion models` lists all."
+        )
+    return 0
