@@ -94,8 +94,15 @@ def _kserve() -> list[str]:
     return container["args"]
 
 
+def _compose() -> list[str]:
+    services = yaml.safe_load((ROOT / "examples/compose/compose.yaml").read_text("utf-8"))[
+        "services"
+    ]
+    return services["server"]["command"]
+
+
 @pytest.mark.engine
-@pytest.mark.parametrize("arguments", [_production_stack, _llm_d, _kserve])
+@pytest.mark.parametrize("arguments", [_production_stack, _llm_d, _kserve, _compose])
 def test_commands_are_understood(arguments: Any) -> None:
     """vLLM's own parser takes them, and they start the server that the README starts."""
     parsed = serve_parser().parse_args(arguments())
@@ -142,6 +149,29 @@ def _check_probes(container: dict[str, Any]) -> None:
     # An engine may take long over one pass, and a start does.
     assert alive["failureThreshold"] * alive["periodSeconds"] >= 60
     assert start["failureThreshold"] * start["periodSeconds"] >= 600
+
+
+def test_composed_services() -> None:
+    """Open WebUI waits for the image's own health check, and asks with the key of the server's environment."""
+    services = yaml.safe_load((ROOT / "examples/compose/compose.yaml").read_text("utf-8"))[
+        "services"
+    ]
+    server, webui = services["server"], services["webui"]
+    assert webui["depends_on"] == {"server": {"condition": "service_healthy"}}
+    assert "HEALTHCHECK" in CONTAINERFILE
+    assert webui["environment"]["OPENAI_API_BASE_URL"] == "http://server:8000/v1"
+    assert "VLLM_API_KEY" in server["environment"]
+    assert "VLLM_API_KEY" in webui["environment"]["OPENAI_API_KEY"]
+    # Longer than the server's own limit.
+    assert int(server["stop_grace_period"].removesuffix("s")) > 20
+    assert "models:" + server["environment"]["HF_HOME"] in server["volumes"]
+
+
+def test_image_says_which_release_it_is() -> None:
+    """The labels have the version of the package and the image that it is built on."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert f'image.version="{project["version"]}"' in CONTAINERFILE
+    assert f'base.name="vllm/vllm-openai:v{SUPPORTED}.0"' in CONTAINERFILE
 
 
 @pytest.mark.engine
