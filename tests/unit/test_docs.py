@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,14 @@ def test_own_commands_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(values.os.path, "isfile", lambda path: True)
     for command in commands(page.read_text(encoding="utf-8"), "vllm-diffusion"):
         build_parser().parse_args(command)
+
+
+def test_readme_leads_somewhere_from_a_package_index() -> None:
+    """The links and pictures of the README are absolute once the build has changed them."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        build = tomllib.load(file)["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert re.search(r"\]\(docs/", text)
+    for each in build["substitutions"]:
+        text = re.sub(each["pattern"], each["replacement"], text)
+    assert not re.findall(r"\]\((?!https://)[^)]*\)", text)
