@@ -1,6 +1,6 @@
 """Ask for JSON of a schema: the constraint holds in every denoise step, and the answer parses.
 
-    vllm serve "$(vllm-diffusion checkpoint)" --served-model-name tiny --host 127.0.0.1 --api-key "$OPENAI_API_KEY"
+    vllm serve "$(vllm-diffusion checkpoint)" --served-model-name tiny --host 127.0.0.1
     python examples/json_answer.py
 
 ``OPENAI_API_KEY`` and ``OPENAI_BASE_URL`` are those of ``openai_client.py``.

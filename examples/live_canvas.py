@@ -1,6 +1,6 @@
 """Watch a canvas settle: the frames of a streamed answer, one after each denoise step.
 
-    vllm serve "$(vllm-diffusion checkpoint)" --served-model-name tiny --host 127.0.0.1 --api-key "$OPENAI_API_KEY"
+    vllm serve "$(vllm-diffusion checkpoint)" --served-model-name tiny --host 127.0.0.1
     python examples/live_canvas.py "Count: oak, elm, ash, oak."
 
 ``OPENAI_API_KEY`` and ``OPENAI_BASE_URL`` are those of ``openai_client.py``. docs/use/live-canvas.md lists

@@ -1,6 +1,6 @@
 """Ask a server that is running, with the official ``openai`` client.
 
-    vllm serve "$(vllm-diffusion checkpoint)" --served-model-name tiny --host 127.0.0.1 --api-key "$OPENAI_API_KEY"
+    vllm serve "$(vllm-diffusion checkpoint)" --served-model-name tiny --host 127.0.0.1
     python examples/openai_client.py
 
 ``OPENAI_API_KEY`` is the server's key; ``OPENAI_BASE_URL`` is where it is, by default

@@ -56,11 +56,13 @@ def block(page: str, holds: str) -> str:
     return found
 
 
-def lines(holds: str) -> list[list[str]]:
-    """Return the lines of each block that hold a text and no word of what is run elsewhere."""
+def lines(holds: str, block_without: str = "```") -> list[list[str]]:
+    """Return the lines that hold a text and no word of what is run elsewhere, of each block without another text."""
     found = []
     for page in PAGES:
         for each in blocks(str(page)):
+            if block_without in each:
+                continue
             without_comments = [line.partition("  #")[0].strip() for line in each.splitlines()]
             named = [line for line in without_comments if holds in line]
             named = [line for line in named if ELSEWHERE.keys().isdisjoint(line.split())]
@@ -70,9 +72,8 @@ def lines(holds: str) -> list[list[str]]:
 
 def servers() -> Iterator[str]:
     """Yield the commands of one server or, where several share one address, of all of them."""
-    for commands in lines('vllm serve "$(vllm-diffusion checkpoint'):
-        # Its block has a key, and test_commands_of_pages runs it.
-        commands = [command for command in commands if "--api-key" not in command]
+    # Those with a key are run by test_commands_of_pages and test_requests_page.py.
+    for commands in lines('vllm serve "$(vllm-diffusion checkpoint', "export VLLM_API_KEY"):
         yield from ["\n".join(commands)] if "-address" in "".join(commands) else commands
 
 
