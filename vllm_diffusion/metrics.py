@@ -109,7 +109,6 @@ def request_metrics(completion: Any) -> DiffusionRequestMetrics | None:
 class PassTotals:
     """Totals of the engine since the last time they were sent."""
 
-    passes: int = 0
     encode_rows: int = 0
     canvas_rows: int = 0
     projected_rows: int = 0
@@ -162,7 +161,6 @@ class PassCounters:
             max_steps: Step cap of the request.
         """
         totals = self._totals
-        totals.passes += 1
         totals.encode_rows += rows.encoded
         totals.canvas_rows += rows.denoised
         totals.projected_rows += rows.projected
@@ -206,7 +204,6 @@ class PassCounters:
 
 
 _HELP = {
-    "passes": "Forward passes, counted once for each request that had rows in them.",
     "encode_rows": "Causal rows: prompt tokens and tokens of finished canvases.",
     "canvas_rows": "Rows of canvases that were being denoised.",
     "projected_rows": "Rows projected to the vocabulary.",
@@ -229,11 +226,13 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
         "Tokens of a canvas for each pass that it took.",
         (0.5, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256),
     ),
-    "seconds_per_canvas": (
+    "canvas_seconds": (
         "Seconds from a canvas's first step until it was emitted.",
         (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120),
     ),
 }
+# Names of release 0.1, which dashboards may have.
+_OLD_NAMES = {"canvas_seconds": "seconds_per_canvas"}
 
 
 @cache
@@ -243,10 +242,10 @@ def instruments() -> tuple[dict[str, Counter], dict[str, Histogram]]:
     counters = {
         name: Counter(f"vllm_diffusion:{name}", text, labels) for name, text in _HELP.items()
     }
-    counters["passes_by_kind"] = Counter(
-        "vllm_diffusion:passes_by_kind",
-        "Forward passes of requests, by what they had in them: encode (causal rows), denoise "
-        "(a canvas), fused (both).",
+    counters["passes"] = Counter(
+        "vllm_diffusion:passes",
+        "Forward passes, counted once for each request that had rows in them, by what these were: "
+        "encode (causal rows), denoise (a canvas), fused (both).",
         [*labels, "kind"],
     )
     # As vLLM's counter of a draft model has it: position 0 is the first token that may be dropped.
@@ -255,9 +254,13 @@ def instruments() -> tuple[dict[str, Counter], dict[str, Histogram]]:
         "Verifications that kept the drafted token at a position, after the certain first one.",
         [*labels, "position"],
     )
+    described = _HISTOGRAMS | {
+        old: (f"{_HISTOGRAMS[name][0]} Now {name}; this name goes with 0.2.", _HISTOGRAMS[name][1])
+        for name, old in _OLD_NAMES.items()
+    }
     return counters, {
         name: Histogram(f"vllm_diffusion:{name}", text, labels, buckets=buckets)
-        for name, (text, buckets) in _HISTOGRAMS.items()
+        for name, (text, buckets) in described.items()
     }
 
 
@@ -354,7 +357,7 @@ class DiffusionStatLogger(StatLoggerBase):
         for name, value in zip(names, numbers, strict=False):
             if name in _KINDS:
                 labels = (*self._labels, _KINDS[name])
-                self._counters["passes_by_kind"].labels(*labels).inc(value)
+                self._counters["passes"].labels(*labels).inc(value)
             else:
                 self._counters[name].labels(*self._labels).inc(value)
         width = len(CanvasTotals._fields)
@@ -363,8 +366,9 @@ class DiffusionStatLogger(StatLoggerBase):
             observed = {
                 "denoise_steps_per_canvas": canvas.steps,
                 "tokens_per_pass": canvas.tokens / canvas.passes,
-                "seconds_per_canvas": canvas.microseconds / 1e6,
+                "canvas_seconds": canvas.microseconds / 1e6,
             }
+            observed |= {old: observed[name] for name, old in _OLD_NAMES.items()}
             for name, value in observed.items():
                 self._histograms[name].labels(*self._labels).observe(value)
             if self._verifies:

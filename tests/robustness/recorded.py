@@ -57,7 +57,7 @@ NOT_OF_SDAR = (
 )
 SDAR_CANVAS_LENGTH = 8
 ORDERS = {"sync": "--no-async-scheduling", "async": "--async-scheduling"}
-COUNTERS = ("vllm_diffusion:passes_by_kind_total", "vllm_diffusion:denoise_steps_per_canvas_sum")
+COUNTERS = ("vllm_diffusion:passes_total", "vllm_diffusion:denoise_steps_per_canvas_sum")
 # Where tests hold what is refused, besides requests.
 REFUSAL_TESTS = (
     *("tests/unit/startup", "tests/unit/requests", "tests/unit/families"),

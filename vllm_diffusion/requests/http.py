@@ -8,6 +8,7 @@ the way leaves one line in the log.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import re
 import traceback
@@ -15,6 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
+from prometheus_client import Counter
 from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.logger import init_logger
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -40,6 +42,9 @@ _GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "gramm
     "guided_whitespace_pattern": "whitespace_pattern",
     "guided_decoding_backend": "",
 }
+# Fields that refusals are counted by; any further one is counted as another.
+_MOST_COUNTED = 64
+_counted: set[str] = set()
 
 
 def install() -> None:
@@ -55,6 +60,7 @@ def install() -> None:
 )
 def _with_door(stock: Any, app: Any) -> None:
     stock(app)
+    _refusals()
     app.add_exception_handler(AttributeError, app.exception_handlers[Exception])
     for kind, handler in [*app.exception_handlers.items()]:
         app.add_exception_handler(kind, _noted(handler))
@@ -83,6 +89,7 @@ def _noted(handler: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any]
         if status < HTTPStatus.INTERNAL_SERVER_ERROR or status == HTTPStatus.NOT_IMPLEMENTED:
             where, reason = said.get("param") or "-", one_line(str(said["message"]))
             logger.info("%s refused (%d, %s): %s", path, status, where, reason)
+            _count_refusal(where, status)
             return response
         if not said["message"]:
             said["message"] = f"The server failed ({type(error).__name__}); its log has the cause."
@@ -94,6 +101,22 @@ def _noted(handler: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any]
         return response
 
     return answer
+
+
+@functools.cache
+def _refusals() -> Counter:
+    return Counter(
+        "vllm_diffusion:refused_requests", "Requests that were refused.", ["field", "status"]
+    )
+
+
+def _count_refusal(field: str, status: int) -> None:
+    # A client chooses the names of arguments that there are not.
+    if field in _counted or len(_counted) < _MOST_COUNTED:
+        _counted.add(field)
+    else:
+        field = "other"
+    _refusals().labels(field, str(int(status))).inc()
 
 
 def _is_no_mapping(error: Exception) -> bool:
@@ -202,6 +225,7 @@ async def _refuse_body(message: str, *asgi: Any) -> None:
     status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
     error = {"message": message, "type": status.phrase, "param": "body", "code": status}
     logger.info("%s refused (%d, body): %s", asgi[0]["path"], status, message)
+    _count_refusal("body", status)
     await JSONResponse({"error": error}, status_code=status)(*asgi)
 
 

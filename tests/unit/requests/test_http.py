@@ -10,12 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.exceptions import RetryableRequestError, VLLMValidationError
 
-from vllm_diffusion.requests import bounds
+from vllm_diffusion.requests import bounds, http
 from vllm_diffusion.requests.http import (
     DETAILS,
     BoundedBodies,
@@ -25,6 +26,9 @@ from vllm_diffusion.requests.http import (
 )
 
 pytestmark = pytest.mark.engine
+
+REFUSED = "vllm_diffusion:refused_requests_total"
+LABELS = [{"field": field, "status": "400"} for field in ("top_p", "new", "newer", "other")]
 
 MOST = 4_000
 CANVASES = SimpleNamespace(is_diffusion=True, max_model_len=100)
@@ -245,6 +249,19 @@ def test_what_is_answered_is_noted(
     assert record.levelno == level
     assert bool(record.exc_info) == has_trace
     assert json.loads(response.body)["error"]["message"]
+
+
+def test_refusals_are_counted_by_a_bounded_number_of_fields(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A client that invents names of arguments adds to one more series, and not to one for each name."""
+    monkeypatch.setattr(http, "_counted", {"top_p"})
+    monkeypatch.setattr(http, "_MOST_COUNTED", 2)
+    counted = [REGISTRY.get_sample_value(REFUSED, labels) or 0.0 for labels in LABELS]
+    for field in ("top_p", "new", "newer", "newest", "top_p"):
+        http._count_refusal(field, 400)
+    now = [REGISTRY.get_sample_value(REFUSED, labels) or 0.0 for labels in LABELS]
+    assert [after - before for after, before in zip(now, counted, strict=True)] == [2, 1, 0, 2]
 
 
 @pytest.mark.parametrize("body", [{"detail": "Not Found"}, None, "text", []], ids=repr)
