@@ -20,11 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 from docs import pass_example
 from vllm_diffusion.decoding.layouts import CanvasLayout, FreeCanvas
-from vllm_diffusion.families.checkpoints import SOURCES, CheckpointFamily, checkpoint_families
 from vllm_diffusion.families.registry import FAMILIES
 from vllm_diffusion.hooks.upstream import read_symbols
 from vllm_diffusion.plugin import imported
 from vllm_diffusion.startup.options import sentences
+from vllm_diffusion.startup.published_checkpoints import (
+    SOURCES,
+    CheckpointFamily,
+    checkpoint_families,
+)
 from vllm_diffusion.startup.published_runs import (
     NEUTRAL,
     PublishedRun,

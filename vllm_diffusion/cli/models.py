@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from vllm_diffusion.cli.console import CommandError, table
-from vllm_diffusion.families.checkpoints import checkpoint_families
+from vllm_diffusion.startup.published_checkpoints import checkpoint_families
 
 if TYPE_CHECKING:
     from vllm_diffusion.cli.values import Parser

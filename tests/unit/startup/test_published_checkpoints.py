@@ -10,9 +10,13 @@ import pytest
 
 from tests.support.families.cases import checkpoint_of
 from vllm_diffusion.cli.main import main
-from vllm_diffusion.families.checkpoints import SOURCES, CheckpointFamily, checkpoint_families
 from vllm_diffusion.families.registry import FAMILIES
 from vllm_diffusion.startup.plan import spec_of
+from vllm_diffusion.startup.published_checkpoints import (
+    SOURCES,
+    CheckpointFamily,
+    checkpoint_families,
+)
 
 pytestmark = pytest.mark.engine
 

@@ -1,4 +1,4 @@
-"""Published checkpoints that are served: ``checkpoints.toml``, read for a command and a page."""
+"""Published checkpoints that are served: ``families/checkpoints.toml``, read for a command and a page."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class CheckpointFamily:
 @cache
 def checkpoint_families() -> tuple[CheckpointFamily, ...]:
     """Read ``checkpoints.toml``."""
-    text = files(__package__).joinpath("checkpoints.toml").read_text(encoding="utf-8")
+    text = files("vllm_diffusion.families").joinpath("checkpoints.toml").read_text(encoding="utf-8")
     return tuple(_family(**family) for family in tomllib.loads(text)["family"])
 
 
