@@ -4,6 +4,7 @@ A slot's canvas is denoised until the rule finds it done. It is *emitted*
 
 - by that step, if a later pass encodes its tokens;
 - by that step, if the keys and values that the step wrote are already final;
+- by that step, if the canvas is only read;
 - otherwise by the next pass over the same rows, which commits it (:class:`Phase`): all of the canvas or,
   where the rule has the pass verify it, as much as its rows agree with.
 
@@ -117,7 +118,8 @@ class CanvasStep:
         Args:
             slots: The state, updated in place.
             converge_at_end: Judge a canvas by its positions up to its first end token.
-            commits: A canvas is emitted by a commit (:class:`PassOrder`), and not by the step that converges.
+            commits: A canvas is emitted by a commit (:class:`PassOrder`), and not by the step that converges,
+                unless it is only read.
             compile_backend: Backend of ``torch.compile``; ``None`` runs eagerly.
         """
         self._slots = slots
@@ -169,9 +171,7 @@ class CanvasStep:
         kept = decision.keep & ~freed
         output = StepOutput(
             tokens=layout.emitted(result, slots.num_given),
-            num_emitted=torch.where(
-                emitted | (done & slots.requested.read_only), num_final - slots.num_given, 0
-            ),
+            num_emitted=torch.where(emitted, num_final - slots.num_given, 0),
             num_finished=torch.where(finished, num_final, 0),
             denoised=denoised,
             done=done,
@@ -186,7 +186,7 @@ class CanvasStep:
         canvas = self._next_input(decision, kept, slot_pass, position)
         canvas = torch.where(done[:, None], result, canvas)
         canvas = torch.where(denoised[:, None], canvas, slots.canvas)
-        phase = torch.where(done & ~slots.requested.read_only, _COMMITTING, slots.phase)
+        phase = torch.where(done, _COMMITTING, slots.phase)
         self._write(canvas, phase, output, emitted, decision)
         self._begin(emitted, statistics, slot_pass, committed, num_final, position)
         return output
@@ -243,7 +243,9 @@ class CanvasStep:
         finished = committed
         if decision.has_final_kv is not None:
             finished = committed | (done & decision.has_final_kv)
-        return finished, finished
+        # A canvas that is only read needs no commit. What a pass on its way runs after it is a first step, which
+        # needs nothing of the last one.
+        return finished | (done & self._slots.requested.read_only), finished
 
     def _next_input(
         self, decision: StepDecision, kept: Tensor, slot_pass: SlotPass, position: Tensor

@@ -134,8 +134,7 @@ def test_pins_hold_in_every_input_and_in_the_answer(name: str, kind: str) -> Non
             tokens[: CANVAS - num_given][is_pinned[slot, num_given:]],
             seed_canvas[slot, is_pinned[slot]],
         )
-    if kind != "read only":
-        assert not slots.pinned.any()
+    assert not slots.pinned.any()
 
 
 def test_pins_do_not_come_again_in_a_later_canvas() -> None:

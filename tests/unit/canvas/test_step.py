@@ -98,6 +98,20 @@ def test_a_slot_has_its_first_canvas_before_any_pass():
     assert slots.canvas.tolist() == [[11, 12, 13, 3, 4, 5, 6, 7], [14, 15, 4, 4, 4, 4, 4, 4]]
 
 
+@pytest.mark.parametrize("commits", [False, True])
+def test_a_canvas_begins_after_one_that_is_read(commits):
+    """A pass that was launched before a read ended is a first step, which takes nothing from the step before it."""
+    slots = CanvasSlots(1, diffusion_gemma_spec(CANVAS, 4), VOCAB, CPU)
+    slots.add_request(0, NewRequest(RequestArguments(max_steps=1, read_only=True)))
+    slots.apply_staged_writes()
+    some = torch.ones(1, CANVAS)
+    statistics = PositionStatistics(some.long(), some.long(), some, some)
+    rows = idle_pass(1)._replace(num_rows=torch.full((1,), CANVAS, dtype=torch.int32))
+    output = CanvasStep(slots, commits=commits, compile_backend=None)(statistics, rows)
+    assert (output.num_emitted.tolist(), output.num_finished.tolist()) == ([CANVAS], [0])
+    assert (slots.step.tolist(), slots.phase.tolist()) == ([0], [Phase.DENOISING])
+
+
 @pytest.mark.parametrize("backend", [None, "eager"])
 def test_a_draft_and_its_verification(backend):
     """A step drafts, the next pass emits what it draws too and begins behind that, by itself or not."""
