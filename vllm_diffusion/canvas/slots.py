@@ -113,9 +113,11 @@ class SlotFeatures:
             them.
         allowed_ids: The only ids whose probabilities are read of a read-only canvas, by slot.
         pinned: Slots whose first canvas has pinned positions.
+        one_step: Slots whose only canvas is read after its first step.
     """
 
     def __init__(self) -> None:
+        self.one_step: set[int] = set()
         self.viewed: set[int] = set()
         self.allowed_ids: dict[int, tuple[int, ...]] = {}
         self.pinned: set[int] = set()
@@ -130,12 +132,16 @@ class SlotFeatures:
             self.allowed_ids[slot] = arguments.allowed_ids
         if arguments.pinned:
             self.pinned.add(slot)
+        # No constraint adds steps: none goes with a read-only canvas.
+        if arguments.read_only and arguments.max_steps == 1:
+            self.one_step.add(slot)
 
     def remove_request(self, slot: int) -> None:
         """Forget ``slot``."""
         self.viewed.discard(slot)
         self.allowed_ids.pop(slot, None)
         self.pinned.discard(slot)
+        self.one_step.discard(slot)
 
 
 class CanvasSlots:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -113,9 +113,13 @@ class OutputHead:
             kernels=kernels,
         )
 
-    def tiles(self, size: int) -> Iterator[slice]:
-        """The rank's ids, counted from its first, in pieces of at most ``size``."""
-        for start in range(0, self.weight.shape[0], size):
+    def tiles(self, size: int, ids: Iterable[int] | None = None) -> Iterator[slice]:
+        """The rank's ids, counted from its first, in pieces of at most ``size``: those that hold one of ``ids``."""
+        starts: Iterable[int] = range(0, self.weight.shape[0], size)
+        if ids is not None:
+            held = {(token - self.first_id) // size * size for token in ids}
+            starts = filter(held.__contains__, starts)
+        for start in starts:
             yield slice(start, min(start + size, self.weight.shape[0]))
 
     def project(self, rows: Tensor, tile: slice) -> Tensor:
@@ -129,14 +133,20 @@ class OutputHead:
                 logits[:, column].fill_(max(_NEVER, torch.finfo(logits.dtype).min))
         return logits
 
-    def project_all(self, rows: Tensor) -> Tensor:
-        """Logits of all of the rank's ids before the cap: [num_rows, num_ids], in ``dtype``."""
+    def project_all(self, rows: Tensor, ids: Iterable[int] | None = None) -> Tensor:
+        """Logits of all of the rank's ids before the cap: [num_rows, num_ids], in ``dtype``.
+
+        Args:
+            rows: [num_rows, hidden_size].
+            ids: The only ones whose logits are needed, of all ranks; others may be 0. ``None`` for all.
+        """
         num_ids = len(self.weight)
-        if self.weight.dtype == self.dtype:
+        if ids is None and self.weight.dtype == self.dtype:
             return self.project(rows, slice(0, num_ids))
         # Not the whole weight in another dtype at once.
-        projected = torch.empty(len(rows), num_ids, dtype=self.dtype, device=rows.device)
-        for tile in self.tiles(_CONVERTED_AT_ONCE):
+        new = torch.empty if ids is None else torch.zeros
+        projected = new(len(rows), num_ids, dtype=self.dtype, device=rows.device)
+        for tile in self.tiles(_CONVERTED_AT_ONCE, ids):
             projected[:, tile] = self.project(rows, tile)
         return projected
 

@@ -1,16 +1,18 @@
 """Functions that a pass launches, each replayed as a graph for the shapes that were captured.
 
-A pass in which no request uses more than temperatures and seeds is one function, the plain step. Any
-other pass is sampled in parts, and then decided: its adjusted rows; of these the rows with filters,
-a canvas's length of them at a time, or 256,, which need the statistics of the whole row; and the rows with
+A pass in which no request uses more than temperatures and seeds, and some canvas may take another step, is one
+function, the plain step. Any other pass is sampled in parts, and then decided: its adjusted rows; of these the rows with
+filters, a canvas's length of them at a time, or 256, which need the statistics of the whole row; and the rows with
 log-probabilities, which need the tokens. The last two project their rows again. Their statistics are
 scattered to the positions of their canvases. A part without a graph is called, and then does no more
-than the pass uses.
+than the pass uses. The adjusted rows are also called where no canvas takes another step, or where every request is
+held to a few ids.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -70,6 +72,7 @@ class RowStatistics:
         selected: SelectedRows,
         draws: RowDraws,
         adjustments: LogitAdjustments | None,
+        used: UsedSettings,
     ) -> None:
         """Sample the rows of the pass and scatter their statistics to (slot, position).
 
@@ -78,15 +81,19 @@ class RowStatistics:
             selected: Which they are.
             draws: Their temperatures and noise keys.
             adjustments: Adjustments of their logits; ``None`` if there are none.
+            used: Settings that the pass uses.
         """
         slot, position, statistics = selected.slot, selected.position, self.of_slots
+        # Without an embedding there is no second product.
+        head = self.head if used.has_next_step else replace(self.head, embedding=None)
         results = sample_rows(
-            self.head,
+            head,
             rows,
             draws,
             adjustments,
             statistics.num_likeliest,
             named_tokens=self._named_tokens,
+            allowed_ids=used.allowed_ids,
         )
         statistics.write(slot, position, results)
         if results.soft_embeds is not None:
@@ -169,7 +176,9 @@ class PassGraphs:
         Returns:
             Log-probabilities of each row's token; ``None`` if no request asks.
         """
-        self.adjusted_rows(rows, used=used)
+        # A graph projects onto all ids, and for a next step.
+        adjusted_rows = self._adjusted_rows if used.needs_less else self.adjusted_rows
+        adjusted_rows(rows, used=used)
         # Graphs look at rows where they were captured.
         is_held = self._hidden is not None and len(rows) <= len(self._hidden)
         filtered_rows = self.filtered_rows if is_held else self._filtered_rows
@@ -230,7 +239,7 @@ class PassGraphs:
         settings = self._settings
         some = settings.select(slice(len(rows)))
         adjustments = settings.adjustments_of(some, used)
-        self._statistics.sample(rows, some, settings.draws(some), adjustments)
+        self._statistics.sample(rows, some, settings.draws(some), adjustments, used)
 
     def _filtered_rows(self, index: Tensor, hidden: Tensor, used: UsedSettings) -> None:
         some, statistics = self._settings.select(index), self._statistics.of_slots
@@ -274,7 +283,7 @@ class PassGraphs:
     # Rows that are looked at again.
 
     def _logits_again(self, some: SelectedRows, rows: Tensor, used: UsedSettings) -> RowLogits:
-        """Project rows of the pass again, onto all ids of this rank.
+        """Project rows of the pass again, onto all ids of this rank that some row may draw or report.
 
         Args:
             some: Which they are.
@@ -283,7 +292,8 @@ class PassGraphs:
         """
         head = self._statistics.head
         adjustments = self._settings.adjustments_of(some, used)
-        return RowLogits(head.project_all(rows), head.first_id, head.softcap, adjustments)
+        projected = head.project_all(rows, used.allowed_ids)
+        return RowLogits(projected, head.first_id, head.softcap, adjustments)
 
     def _report(self, rows: Tensor, used: UsedSettings, is_held: bool) -> LogprobsTensors:
         """Log-probabilities of all rows; a row whose request wants none reports nothing.

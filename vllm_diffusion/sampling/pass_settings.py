@@ -34,6 +34,8 @@ class UsedSettings:
         num_named: Most ids that one of their requests names to be reported.
         reads_some: True if some read-only canvas reports a few ids alone.
         reports_pinned: True if pinned positions may be among the reported rows.
+        allowed_ids: The only ids that some row may draw or report; ``None`` for all.
+        has_next_step: False if no canvas of the pass takes another step, and needs nothing for it.
     """
 
     adjusted: UsedAdjustments | None = None
@@ -44,11 +46,19 @@ class UsedSettings:
     num_named: int = 0
     reads_some: bool = False
     reports_pinned: bool = False
+    allowed_ids: frozenset[int] | None = None
+    has_next_step: bool = True
 
     @property
     def is_plain(self) -> bool:
-        """True if the pass uses temperatures and seeds only."""
-        return self.adjusted is None and self.filtered is None and self.reported is None
+        """True if the pass uses temperatures and seeds only, and takes what a next step needs."""
+        uses_none = self.adjusted is None and self.filtered is None and self.reported is None
+        return uses_none and self.has_next_step
+
+    @property
+    def needs_less(self) -> bool:
+        """True if the pass needs less than all ids, or nothing for a next step."""
+        return self.allowed_ids is not None or not self.has_next_step
 
 
 class SelectedRows:
@@ -116,6 +126,7 @@ class PassSettings:
         slots: CanvasSlots,
         pass_rows: PassRows,
         adjustments: RowAdjustments,
+        self_conditions: bool,
     ) -> None:
         """Allocate for all slots.
 
@@ -124,6 +135,7 @@ class PassSettings:
             slots: The canvases.
             pass_rows: The rows of the pass; the seeds of requests are written to its ``of_slots``.
             adjustments: Adjustments of logits by slot.
+            self_conditions: A step needs more of the one before it than tokens.
         """
         R, device = slots.num_slots, slots.device
         self.states = stock_sampler.sampling_states
@@ -135,6 +147,7 @@ class PassSettings:
             torch.zeros(R, dtype=torch.float32, device=device),
         )
         self.adjustments = adjustments
+        self._self_conditions = self_conditions
         self._slots = slots
         self._pass_rows = pass_rows
         self._req_states = stock_sampler.req_states
@@ -195,12 +208,15 @@ class PassSettings:
             states.min_p.np[slots] != 0.0,
         )
         names_ids = self.token_ids.num_token_ids.np[slots] > 0
+        sampled, one_step = slots[requests.num_rows > 0], self._slots.features.one_step
         used = UsedSettings(
-            self.adjustments.used_by(slots[requests.num_rows > 0], num_masks),
+            self.adjustments.used_by(sampled, num_masks),
             filtered=requests.rows_of(
                 np.logical_or.reduce((*has_filter, self._reads_margin[slots]))
             ),
             reported=requests.rows_of((num_logprobs >= 0) | names_ids),
+            allowed_ids=self.adjustments.allowed_ids(sampled),
+            has_next_step=not (self._self_conditions and one_step.issuperset(sampled.tolist())),
         )
         if used.filtered is not None:
             # Without a filter that no request of the pass has.

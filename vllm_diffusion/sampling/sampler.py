@@ -14,6 +14,7 @@ The runner's calls, in their order, with what each of them needs:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -86,7 +87,13 @@ class DiffusionSampler:
         )
         statistics = RowStatistics(slots, head, self.constraints, store_soft_embeds)
         self._num_likeliest = statistics.of_slots.num_likeliest
-        self.settings = PassSettings(stock_sampler, slots, pass_rows, self.adjustments)
+        self.settings = PassSettings(
+            stock_sampler,
+            slots,
+            pass_rows,
+            self.adjustments,
+            self_conditions=head.embedding is not None,
+        )
         self.graphs = PassGraphs(pass_rows, self.settings, statistics, canvas_step, max_logprobs)
         self.emitted_logprobs = EmittedLogprobs(slots, pass_rows)
         self.views = CanvasViewConnector(
@@ -200,6 +207,11 @@ class DiffusionSampler:
         zeros = torch.zeros(len(rows), dtype=torch.int32, device=rows.device)
         draws = RowDraws(ones, ones, zeros.long(), zeros, zeros, zeros)
         sample_rows(head, rows, draws, adjustments, self._num_likeliest)
+        if head.embedding is not None:
+            # The kernel of a pass without a next step.
+            alone, one = replace(head, embedding=None), slice(1)
+            of_one = None if adjustments is None else adjustments.rows(one)
+            sample_rows(alone, rows[one], rows_of(draws, one), of_one, self._num_likeliest)
         # With filters and log-probabilities rows are looked at again.
         some = slice(self.graphs.num_again)
         ones, zeros, draws = ones[some], zeros[some], rows_of(draws, some)

@@ -9,6 +9,8 @@ log-probabilities) are projected again, a canvas at a time: see :mod:`vllm_diffu
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import vllm.envs as envs
 from torch import Tensor
@@ -40,6 +42,7 @@ def sample_rows(
     num_likeliest: int,
     tile_size: int | None = None,
     named_tokens: tuple[int, ...] = (),
+    allowed_ids: Iterable[int] | None = None,
 ) -> PositionStatistics:
     """Project rows to the vocabulary and take from it what the step needs.
 
@@ -51,6 +54,8 @@ def sample_rows(
         num_likeliest: Likeliest tokens that the decoding rule looks at, of every row.
         tile_size: Ids of a tile, a multiple of 4; ``None`` for what suits the device.
         named_tokens: Tokens whose probabilities the decoding rule needs, of every row.
+        allowed_ids: The only ids that ``adjustments`` leave some row; ``None`` for all. A tile without
+            one of them adds nothing to any sum, so that none is projected and no bit changes.
 
     Returns:
         Statistics of the rows; ``margin`` is of rows that are looked at again.
@@ -66,7 +71,7 @@ def sample_rows(
     if embedding is not None:
         soft_embeds = torch.zeros(num_rows, embedding.shape[1], device=device)
 
-    for tile in head.tiles(tile_size):
+    for tile in head.tiles(tile_size, allowed_ids):
         logits = head.project(rows, tile)
         weights = None
         if embedding is not None:

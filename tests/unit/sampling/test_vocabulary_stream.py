@@ -236,3 +236,30 @@ def test_a_rank_without_ids():
     whole = case.run()
     for result in on_shards(case.weight, [32], 5.0, lambda head: case.run(head, 16)):
         assert_same(result, whole)
+
+
+@pytest.mark.parametrize("borders", [[], [24]], ids=str)
+def test_tiles_without_an_allowed_id_change_no_bit(borders):
+    """Statistics are those of the whole vocabulary where some tiles, or all of a rank's, are left out."""
+    vocab, tile = 64, 8
+    adjustments = row_adjustments(fake_penalties(2, vocab, np.random.default_rng(0)), vocab)
+    allowed = ((41, 62), (42,))
+    for slot, ids in enumerate(allowed):
+        adjustments.add_request(slot, sampling_params(), ids)
+    assert adjustments.allowed_ids(np.array([0, 1])) == {41, 42, 62}
+    assert adjustments.allowed_ids(np.array([0, 2])) is None
+    bound, draws = bind(adjustments, [3, 2]), row_draws(5)
+    generator = torch.Generator().manual_seed(0)
+    weight, rows = (torch.randn(n, 16, generator=generator) for n in (vocab, 5))
+
+    def run(head: Any) -> Any:
+        ids = adjustments.allowed_ids(np.array([0, 1]))
+        few = sample_rows(head, rows, draws, bound, 0, tile, allowed_ids=ids)
+        starts = [head.first_id + some.start for some in head.tiles(tile, ids)]
+        return starts, few, sample_rows(head, rows, draws, bound, 0, tile)
+
+    found = on_shards(weight, borders, 5.0, run)
+    assert [start for starts, _, _ in found for start in starts] == [40, 56]
+    for _, few, whole in found:
+        for ours, theirs in zip(few, whole, strict=True):
+            assert ours is theirs is None or torch.equal(ours, theirs)
