@@ -259,7 +259,9 @@ class RowAdjustments:
         if boost is not None and (tokens := arguments_of(sampling_params).thought_end):
             num_prompt = int(self._prompt_len.np[slot])
             boost.add_request(slot, tokens, num_prompt, sampling_params.max_tokens)
-            # No other list goes with it.
+            # No other list goes with it: the checks of a request, and the layout, refuse them.
+            assert readable is None
+            assert not forbidden
             boosted = _NUM_LISTS * slot + _BOOSTED
             self._lists.write(boosted, {}, 0.0)
             self._listed[slot] = _SlotNumbers(-1, -1, -1, 0, boosted=boosted)

@@ -197,12 +197,16 @@ def test_the_end_of_a_thought(tmp_path: Path, heat: float) -> None:
     with TracedEngine(made.save(tmp_path), max_num_seqs=8, **case.options) as engine:
         outputs = engine.outputs(prompts, params)
         end = engine.llm.get_tokenizer().encode("</think>", add_special_tokens=False)
-        biased = asked[1][0].sampling_params(
-            {"diffusion_end_think_logit_boost": 1.0}, logit_bias={7: 1.0}
-        )
-        with pytest.raises(VLLMValidationError, match="logit_bias cannot be combined") as it:
-            engine.outputs(prompts[:1], [biased])
-        assert it.value.parameter == "logit_bias"
+        boosted = {"diffusion_end_think_logit_boost": 1.0}
+        held = boosted | {"diffusion_constrained": True}
+        for field, params in (
+            ("logit_bias", asked[1][0].sampling_params(boosted, logit_bias={7: 1.0})),
+            # The boost is the only list of its slot, so that no constraint would hold.
+            ("diffusion_constrained", asked[1][0].sampling_params(held, logprob_token_ids=[7])),
+        ):
+            with pytest.raises(VLLMValidationError, match=f"{field} (cannot|is not)") as it:
+                engine.outputs(prompts[:1], [params])
+            assert it.value.parameter == field
     assert len(end) > 1
     for prompt, (one, boost, power), output in zip(prompts, asked, outputs, strict=True):
         loop = llada.var_generate(
