@@ -236,7 +236,8 @@ IMPLEMENTATIONS: dict[str, Callable[[Shape], Callable[[], Tensor] | None]] = {
 
 def shapes(options: argparse.Namespace) -> Iterator[Shape]:
     """Every batch that was asked for and fits the device."""
-    asked = itertools.product(LAYERS, options.requests, options.contexts, options.phases)
+    layers = [layer for layer in LAYERS if layer.name in options.layers]
+    asked = itertools.product(layers, options.requests, options.contexts, options.phases)
     for layer, num_requests, context, phase in asked:
         rows = PHASES[phase](num_requests)
         longest = context + max(length for length, _ in rows)
@@ -309,6 +310,8 @@ def main() -> None:
     parser.add_argument(
         "--contexts", type=int, nargs="+", default=[1024, 4096, 16384, 65536, 131072]
     )
+    names = [layer.name for layer in LAYERS]
+    parser.add_argument("--layers", nargs="+", choices=names, default=names)
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
     others = list(IMPLEMENTATIONS)[1:]
     parser.add_argument("--peers", nargs="*", choices=others, default=others)

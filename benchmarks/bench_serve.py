@@ -40,13 +40,15 @@ SIDES: dict[str, tuple[dict[str, str], list[str]]] = {
     "stock": (STOCK, []),
     "tuned": (STOCK, TUNED),
 }
-# The same of the ways in which DiffusionGemma decodes besides: of random weights a draft keeps next to nothing.
-WAYS = {
-    rule: (
-        SIDES["ours"][0],
-        ["--additional-config", json.dumps({"diffusion": {"rule": rule, **settings}})],
-    )
-    for rule, settings in {"autoregressive": {}, "linear_spec": {"draft_length": 8}}.items()
+# Ours with settings that are not its defaults: another attention, and the other ways in which DiffusionGemma decodes. Of
+# random weights a draft keeps next to nothing.
+VARIANTS = {
+    name: (SIDES["ours"][0], ["--additional-config", json.dumps({"diffusion": settings})])
+    for name, settings in {
+        "cute": {"attention": "cute"},
+        "autoregressive": {"rule": "autoregressive"},
+        "linear_spec": {"rule": "linear_spec", "draft_length": 8},
+    }.items()
 }
 
 
@@ -110,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     length = 1024 if ON_GPU else 64
     parser.add_argument("--model", type=Path, default=HERE / model)
-    sides = SIDES | WAYS
+    sides = SIDES | VARIANTS
     parser.add_argument("--sides", nargs="+", choices=sides, default=list(SIDES))
     parser.add_argument(
         "--concurrency", type=int, nargs="+", default=[1, 4, 8, 16, 32] if ON_GPU else [1, 2, 4]

@@ -1,15 +1,17 @@
 """What this device reaches, whether it does what kernels rely on, and whether they compute what the references do.
 
     python benchmarks/gpu/check_gpu.py
+    python benchmarks/gpu/check_gpu.py --attention cute
 
 A GPU computes the layers of DiffusionGemma-26B, and a CPU small ones in Triton's interpreter. The checks of kernels
-are those of ``vllm-diffusion doctor --gpu``, in this process, and with an FP8 cache too.
+are those of ``vllm-diffusion doctor --gpu``, in this process, and with an FP8 cache too. With ``--attention`` they are
+attention's alone, by an implementation that is not the default.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,10 +23,11 @@ import torch
 from records import Rows, flat, parser_of
 from timing import copy_rate, device, milliseconds, place, product_rate
 
+from attention_kernels.canvas_attention import Impl as AttentionImpl
 from vllm_diffusion.canvas.cuda_graphs import cuda_capture
 from vllm_diffusion.kernel_choice.cases import KernelCase, Served, published_26b
 from vllm_diffusion.kernel_choice.child import run_case
-from vllm_diffusion.startup.kernel_choices import LayerKind
+from vllm_diffusion.startup.kernel_choices import KernelChoices, LayerKind
 
 DEVICE = device()
 ON_GPU = DEVICE.type == "cuda"
@@ -92,23 +95,43 @@ def served() -> Served:
     return replace(shape, kinds=tuple(kinds))
 
 
-def kernel(case: KernelCase) -> str:
-    """A kernel beside its reference."""
-    return f"off by {run_case(case, DEVICE).difference:.1e}"
+def checked(cases: Sequence[KernelCase]) -> str:
+    """The first kernel of a part that takes the inputs, beside its reference; what refuses them is named."""
+    refusals = []
+    for case in cases:
+        try:
+            found = f"off by {run_case(case, DEVICE).difference:.1e}"
+        except (NotImplementedError, ValueError) as error:
+            refusals.append(f"{case.impl} refuses: {flat(error)[:120]}")
+        else:
+            return "; ".join([f"{case.impl} is {found}" if refusals else found, *refusals])
+    raise NotImplementedError("; ".join(refusals))
 
 
-def kernels() -> Checks:
-    """The implementation of each kernel that serves by default."""
-    cases = (part[0] for role in served().roles() for part in next(iter(role.ways.values())))
-    return {case.name: partial(kernel, case) for case in cases}
+def kernels(attention: AttentionImpl) -> Checks:
+    """The implementation of each kernel that serves, of attention's alone where one is asked for."""
+    shape = replace(served(), choices=KernelChoices(attention=attention))
+    parts = (
+        part
+        for role in shape.roles()
+        if attention == "auto" or role.kernel == "attention"
+        for part in next(iter(role.ways.values()))
+    )
+    return {part[0].name: partial(checked, part) for part in parts}
 
 
 def main() -> int:
-    data = Rows(parser_of(__doc__).parse_args().data)
+    parser = parser_of(__doc__)
+    parser.add_argument("--attention", choices=("auto", "triton", "cute"), default="auto")
+    options = parser.parse_args()
+    data = Rows(options.data)
     print(place())
     wrong = []
     # Kernels are listed after the probe, whose rows stay if that fails.
-    for table, checks in (("probe", lambda: PROBE), ("kernels", kernels)):
+    for table, checks in (
+        ("probe", lambda: PROBE),
+        ("kernels", partial(kernels, options.attention)),
+    ):
         for name, check in checks().items():
             try:
                 found, state = check(), "right"

@@ -13,6 +13,8 @@ import records
 ROOT = records.ROOT
 KERNELS = (
     "gpu/check_gpu.py",
+    "gpu/check_gpu.py --attention cute",
+    "bench_canvas_attention.py --layers full --requests 1 --contexts 20 --phases denoise --peers cute stock-fa4",
     "bench_canvas_attention.py --requests 1 --contexts 20 --phases denoise --peers unsplit split-2 keys-16",
     "bench_sampler.py --canvases 1 --hidden 16 --repeats 1",
 )
