@@ -1,7 +1,7 @@
 """Everything that only a GPU can tell, in the order of what matters, in as much time as there is.
 
     python benchmarks/gpu/campaign.py list
-    python benchmarks/gpu/campaign.py run --minutes 14      # what has no result yet
+    python benchmarks/gpu/campaign.py run --minutes 9.5     # what has no result yet, in a call of ten minutes
     python benchmarks/gpu/campaign.py run --only sampler    # although it has
     python benchmarks/gpu/campaign.py report                # what is known by now
     python benchmarks/gpu/campaign.py report --write        # the same into gpu-figures.md
@@ -138,6 +138,9 @@ def run(options: argparse.Namespace) -> int:
             failed |= result.state == "failed"
             became = f"{result.state:9} {result.seconds:6.1f} s  {result.reason}"
             print(f"{experiment.name:22} {became}", flush=True)
+            known[experiment.name] = result
+            for line in report.decision(experiment, known):
+                print(f"  {line}", flush=True)
     print(f"python benchmarks/gpu/campaign.py report {folder}")
     return int(failed)
 
@@ -147,6 +150,7 @@ def list_experiments(_: argparse.Namespace) -> int:
     for experiment in EXPERIMENTS:
         minutes = f"{experiment.expected:4} min, at most {experiment.limit}"
         print(f"{experiment.name:22} {minutes:20} {experiment.answers}")
+        print(f"{'':22} {'decides':20} {experiment.decides}")
     return 0
 
 

@@ -19,6 +19,8 @@ class Experiment:
     expected: float
     limit: float
     memory_gib: int = 0
+    decides: str = ""
+    otherwise: str = ""
 
     def command(self, data: str, out: str) -> list[str]:
         """Words to run, with the file of its rows and its folder."""

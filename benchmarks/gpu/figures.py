@@ -201,6 +201,20 @@ def wrong_kernels(rows: Rows) -> float:
     return sum(state != "right" for state in values(rows, "state", table="kernels"))
 
 
+def wrong_cute(rows: Rows) -> float:
+    """Number of checks of ``impl="cute"`` that are not right.
+
+    Raises:
+        LookupError: If it refused layers whose cache is not FP8, the only one that it may refuse.
+    """
+    checks = [row for row in rows if row.get("what", "").endswith(", cute")]
+    if not checks or any(
+        "cute refuses" in row["found"] and "fp8" not in row["what"] for row in checks
+    ):
+        raise LookupError("cute")
+    return sum(row["state"] != "right" for row in checks)
+
+
 def exact_answers(rows: Rows) -> float:
     """Share of the shipped checkpoint's questions that were answered exactly."""
     return sum(values(rows, "exact", table="answers")) / sum(values(rows, "asked", table="answers"))
@@ -258,6 +272,13 @@ def _serving() -> Iterator[Figure]:
             tuple(pass_ms(n, "stock") for n in ns),
             sides=("stock",),
         )
+    yield Figure(
+        f"ours with `cute`: tokens a second over stock's {_at((1, 8, 32))}",
+        "serving-cute-32",
+        tuple(ratio(served(SPEED, n, "cute"), served(SPEED, n, "stock")) for n in (1, 8, 32)),
+        least=(1.5, 1.5, 1.5),
+        sides=("stock",),
+    )
     ns, sides = (1, 8, 32), "serving-ours serving-stock serving-tuned"
     at = _at(ns)
     alone = tuple(served(SPEED, n) for n in ns)
@@ -376,8 +397,7 @@ def _attention() -> Iterator[Figure]:
             ),
             peer=", ".join(names),
         )
-    text = 'attention, `impl="cute"`: most that an entry differs from Triton\'s'
-    yield Figure(text, "attention", (cute_differs,), most=(0.02,), needs_all=True)
+    yield from _cute()
     # The script that measured it is in the history: profile_pass.py at c6a5fb6.
     calls = tuple(
         cell("us", table="pass", part="attention", canvases=canvases) for canvases in (1, 8)
@@ -389,6 +409,26 @@ def _attention() -> Iterator[Figure]:
         (0.291, 2.33),
         "at 4,700 keys 1.5 to 2.1, 11 to 14",
     )
+
+
+def _cute() -> Iterator[Figure]:
+    """Whether ``impl="cute"`` is right and fast enough to be what ``auto`` chooses for a kind of layer."""
+    text = 'attention, `impl="cute"`: checks beside the reference that are not right'
+    yield Figure(text, "cute", (wrong_cute,), most=(0,), needs_all=True)
+    for layer in ("sliding", "full"):
+        experiment = f"attention-{layer}"
+        text = f'`impl="cute"`, {layer} layer: most that an entry differs from Triton\'s'
+        yield Figure(text, experiment, (cute_differs,), most=(0.02,), needs_all=True)
+        # The served context decides; elsewhere it may be as slow as Triton's, within a median's spread.
+        for context, most in ((4608, 0.8), (1024, 1.05), (16384, 1.05)):
+            shape = {"layer": layer, "context": context, "anchor": "canvas", "which": "cute"}
+            yield Figure(
+                f'`impl="cute"`, {layer} layer, {context:,} keys, {_at((1, 8, 32))}: time over Triton\'s',
+                experiment,
+                tuple(cell("of_ours", table="attention", requests=n, **shape) for n in (1, 8, 32)),
+                most=(most, most, most),
+                peer="ours, Triton",
+            )
 
 
 def _sampling() -> Iterator[Figure]:

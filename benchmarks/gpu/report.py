@@ -10,10 +10,13 @@ import argparse
 from collections.abc import Sequence
 
 import results
-from experiments import EXPERIMENTS
+from experiments import EXPERIMENTS, Experiment
 from figures import FIGURES, Figure, listed
 from records import DOCUMENT, markdown, write_part
-from results import Run
+from results import Facts, Found, Run
+
+# A server's own log names its attention; where it does not, no target of a ratio is met.
+UNNAMED = Facts(stock_attention="attention not named")
 
 
 def measured(runs: Sequence[Run]) -> str:
@@ -38,6 +41,34 @@ def measured(runs: Sequence[Run]) -> str:
             rows.append([where, fact["text"], fact["measured"], *rest])
     heads = ["GPU, date, commit", "figure", "measured", "predicted (H100), estimated (H200)"]
     return markdown([*heads, "peer, its attention"], rows)
+
+
+def decision(experiment: Experiment, found: Found) -> list[str]:
+    """Return what an experiment decides: a line for each of its figures that is known, and one in words.
+
+    Args:
+        experiment: One that has run.
+        found: Results of its run.
+    """
+    lines, verdicts = [], []
+    for figure in FIGURES:
+        if experiment.name not in figure.experiments.split():
+            continue
+        numbers = figure.measured(found)
+        verdict = None
+        if numbers is not None:
+            attention = _attention(figure, Run(found[experiment.name].origin, found, UNNAMED))
+            verdict = figure.verdict(numbers, attention)
+            with_peer = f"{figure.text}, {attention}" if attention else figure.text
+            value = "; ".join(part for part in (listed(numbers), verdict) if part)
+            lines.append(f"{with_peer}: {value}")
+        if figure.target:
+            verdicts.append(verdict)
+    if any(verdict and "missed" in verdict for verdict in verdicts):
+        return [*lines, f"decided: {experiment.otherwise}"]
+    if None in verdicts:
+        return [*lines, f"not decided, since a target is open: {experiment.decides}"]
+    return [*lines, f"{'decided' if verdicts else 'tells'}: {experiment.decides}"]
 
 
 def still_open(runs: Sequence[Run]) -> str:

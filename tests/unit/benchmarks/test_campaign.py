@@ -8,8 +8,10 @@ import time
 from pathlib import Path
 
 import campaign
+import figures
 import machine
 import pytest
+import report
 import results
 from campaign import EXPERIMENTS, Experiment
 
@@ -27,7 +29,8 @@ class Line(Experiment):
 
 
 def line(name: str, code: str, limit: float = 1.0, **changes: float) -> Line:
-    return Line(name, "whether", code, changes.pop("expected", 0.0), limit, **changes)
+    words = {"decides": "it is taken", "otherwise": "it is deleted"}
+    return Line(name, "whether", code, changes.pop("expected", 0.0), limit, **words, **changes)
 
 
 def row(value: int) -> str:
@@ -59,6 +62,37 @@ def test_a_broken_step_does_not_keep_the_next_from_running(tmp_path):
     assert found["hangs"].reason == "stopped after 1 seconds"
     rows = [[one["value"] for one in found[step.name].rows] for step in steps]
     assert rows == [[1], [2], [], [3], [4]]
+
+
+def test_each_result_is_followed_by_what_it_decides(tmp_path, capsys, monkeypatch):
+    """A met target, a missed one and one that nothing measured each print the numbers and their own decision."""
+    value = figures.cell("value", table="t")
+    wanted = [figures.Figure("time over Triton's", name, (value,), most=(2,)) for name in "abc"]
+    monkeypatch.setattr(report, "FIGURES", wanted)
+    assert run(tmp_path, line("a", row(1)), line("b", row(3)), line("c", ""), line("d", "")) == 0
+    printed = [text.strip() for text in capsys.readouterr().out.splitlines() if text[:2] == "  "]
+    assert printed == [
+        "time over Triton's: 1; at most 2: met",
+        "decided: it is taken",
+        "time over Triton's: 3; at most 2: **missed**",
+        "decided: it is deleted",
+        "not decided, since a target is open: it is taken",
+        "tells: it is taken",
+    ]
+
+
+def test_the_experiments_of_flash_attention_4_fit_the_first_call():
+    """The first call of ten minutes holds the check of ``cute``, both kinds of layers and both servers, in this order."""
+    first = EXPERIMENTS[:4]
+    names = ["cute", "attention-sliding", "attention-full", "serving-cute-32"]
+    assert [experiment.name for experiment in first] == names
+    assert sum(experiment.expected for experiment in first) <= 9.5
+    targets = {
+        name for figure in figures.FIGURES if figure.target for name in figure.experiments.split()
+    }
+    for experiment in EXPERIMENTS:
+        assert experiment.decides
+        assert bool(experiment.otherwise) == (experiment.name in targets), experiment.name
 
 
 def test_another_run_is_never_mixed_in(tmp_path, capsys):
