@@ -1,0 +1,58 @@
+"""What is staged for an offline GPU host arrives whole, and a damaged part is noticed."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import zipfile
+from pathlib import Path
+
+import stage_host
+
+INSTALL = Path(stage_host.__file__).with_name("install_host.sh")
+LIMIT = 4096
+
+
+def staged(folder: Path) -> Path:
+    """Parts of a wheel with a package of noise, which does not compress, and a library that is dropped."""
+    wheel, tree, parts = folder / "toy.whl", folder / "tree", folder / "parts"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("humming/__init__.py", "")
+        archive.writestr("humming/noise.bin", random.Random(0).randbytes(3 * LIMIT))
+        archive.writestr("vllm/_qutlass_C.abi3.so", "of another architecture")
+        archive.writestr("toy-1.data/purelib/lmformatenforcer/__init__.py", "")
+    stage_host.unpack([wheel], tree)
+    stage_host.pack(tree, parts, LIMIT)
+    return parts
+
+
+def install(parts: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    command = ["sh", str(INSTALL), str(parts), str(site)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_parts_are_joined_on_the_host(tmp_path):
+    """No part is above the limit, and the unpacked folder has every file but what is dropped."""
+    parts, site = staged(tmp_path), tmp_path / "site"
+    sizes = [path.stat().st_size for path in sorted(parts.glob("part-*"))]
+    assert len(sizes) >= 3
+    assert set(sizes[:-1]) == {LIMIT}
+    assert 0 < sizes[-1] <= LIMIT
+    installed = install(parts, site)
+    assert "imports     humming" in installed.stdout
+    assert "imports     lmformatenforcer" in installed.stdout
+    assert "not staged  vllm" in installed.stdout
+    noise = random.Random(0).randbytes(3 * LIMIT)
+    assert (site / "humming/noise.bin").read_bytes() == noise
+    assert not (site / "vllm").exists()
+    assert str(site) in (site / "env.sh").read_text()
+
+
+def test_a_damaged_part_ends_the_installation(tmp_path):
+    """Status 1 before anything is unpacked."""
+    parts, site = staged(tmp_path), tmp_path / "site"
+    part = parts / "part-01"
+    part.write_bytes(part.read_bytes()[:-1] + b"?")
+    installed = install(parts, site)
+    assert installed.returncode == 1
+    assert not (site / "humming").exists()
