@@ -33,6 +33,7 @@ from vllm_diffusion.startup.environment import (
     limit_pictures,
 )
 from vllm_diffusion.startup.machine import checkpoint_bytes, is_vllm_cpu_build
+from vllm_diffusion.startup.measured_backends import choose_backends
 from vllm_diffusion.startup.options import check_options
 from vllm_diffusion.startup.pass_limits import choose_media, default_max_num_seqs
 from vllm_diffusion.startup.plan import DiffusionPlan
@@ -297,6 +298,7 @@ class BlockDiffusionEngineConfig:
             compilation.cudagraph_capture_sizes = choose_capture_sizes(
                 compilation, scheduler, length
             )
+        choose_backends(vllm_config)
         limit_pictures()
         if (most := limit_answers()) is not None:
             logger.info(
