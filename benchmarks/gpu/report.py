@@ -52,7 +52,8 @@ def decision(experiment: Experiment, found: Found) -> list[str]:
     """
     lines, verdicts = [], []
     for figure in FIGURES:
-        if experiment.name not in figure.experiments.split():
+        # A figure of several experiments is known when the last has run.
+        if experiment.name != figure.experiments.split()[-1]:
             continue
         numbers = figure.measured(found)
         verdict = None
@@ -81,11 +82,11 @@ def still_open(runs: Sequence[Run]) -> str:
         ran = [(run, run.found[experiment.name]) for run in runs if experiment.name in run.found]
         if experiment.name in answered or (not left and (figures or ran)):
             continue
-        # A target of several experiments stands beside the first.
+        # A target of several experiments stands beside the last, which completes it.
         targets = [
             f"{figure.text}: {figure.target}"
             for figure in left
-            if figure.target and figure.experiments.split()[0] == experiment.name
+            if figure.target and figure.experiments.split()[-1] == experiment.name
         ]
         states = [
             f"{result.state}, {_model(run.origin.machine['gpu'])}, {run.origin.commit[:7]}"

@@ -23,6 +23,8 @@ SERVED = (
     "gpu/answers.py --prompts 2",
     "bench_serve.py --sides ours stock --together --concurrency 1 --prompts 2 --steps 4",
     "bench_serve.py --sides tuned autoregressive linear_spec --concurrency 1 --prompts 2 --steps 4",
+    "gpu/bench_experts.py",
+    "gpu/profile_serving.py",
     f"{TINY}/tiny_sdar --sides ours --steps 2",
     "bench_formats.py --formats fp8-dynamic nvfp4-weights --no-autoregressive --shape tiny --prompts 1 --steps 4",
 )

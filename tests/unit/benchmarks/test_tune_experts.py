@@ -41,3 +41,35 @@ def test_vllm_reads_the_file(dtype, width, tmp_path, monkeypatch):
             assert found[rows][1] <= found[rows][2]
     finally:
         fused_moe.get_moe_configs.cache_clear()
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("which", ["wheel-h100", "tuned"])
+def test_tiles_are_written_under_the_name_of_this_card(which, tmp_path, monkeypatch):
+    """vLLM finds the wheel's H100 tiles, and those of the kept result, for the 26B experts on any card."""
+    import backends
+    from vllm.model_executor.layers.fused_moe import fused_moe
+
+    monkeypatch.setattr(fused_moe, "get_device_name_as_file_name", lambda: "Another_Card")
+    path = backends.write_tiles(which, tmp_path / "tiles")
+    monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", str(path.parent))
+    fused_moe.get_moe_configs.cache_clear()
+    try:
+        found = fused_moe.get_moe_configs(128, 704, "fp8_w8a8")
+        assert set(found) >= {256, 2048}
+    finally:
+        fused_moe.get_moe_configs.cache_clear()
+
+
+@pytest.mark.engine
+def test_tuning_times_replays_of_a_graph(monkeypatch):
+    """A configuration is timed by replays of a graph, after one eager call that compiles its kernels."""
+    from vllm.model_executor.layers.fused_moe import fused_moe
+
+    calls = []
+    monkeypatch.setattr(fused_moe, "fused_experts", lambda *args, **options: calls.append("eager"))
+    monkeypatch.setattr(tuner, "as_served", lambda call: lambda: calls.append("replay"))
+    timer = tuner.gpu_timer(tuner.Experts(4, 8, 16, 2, "bf16"))
+    assert timer(8, {}) > 0
+    assert calls[0] == "eager"
+    assert set(calls[1:]) == {"replay"}
