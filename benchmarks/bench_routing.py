@@ -2,6 +2,7 @@
 
     python benchmarks/bench_routing.py FOLDER --canvases 1 8 32
     python benchmarks/bench_routing.py FOLDER --load-format dummy
+    python benchmarks/bench_routing.py FOLDER --load-format dummy --awake 84
 
 Random weights route unlike trained ones, so a speed measured with them stands beside this number.
 The rows are those of real denoising steps: the router's own choice is counted in every layer.
@@ -57,6 +58,7 @@ def main() -> None:
     parser.add_argument("folder")
     parser.add_argument("--canvases", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--awake", type=int, help="experts that dummy routers wake; all if unset")
     parser.add_argument("--prompt-len", type=int, default=64)
     args = parser.parse_args()
 
@@ -73,6 +75,9 @@ def main() -> None:
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         max_model_len=1024,
         language_model_only=True,
+        # As the options of awake_experts.py do.
+        worker_extension_cls="awake_experts.WorkerExtension" if args.awake else "",
+        hf_overrides={"awake_experts": args.awake} if args.awake else {},
     )
     vllm_config = llm.llm_engine.vllm_config
     canvas_length = vllm_config.diffusion_config.canvas_length

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 
 import pytest
 import records
+from serving import prepare
+
+from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 
 ROOT = records.ROOT
 KERNELS = (
@@ -21,7 +25,8 @@ KERNELS = (
 TINY = "bench_serve.py --concurrency 1 --prompts 2 --model vllm_diffusion/checkpoints"
 SERVED = (
     "gpu/answers.py --prompts 2",
-    "bench_serve.py --sides ours stock --together --concurrency 1 --prompts 2 --steps 4",
+    "bench_serve.py --sides ours stock --together --concurrency 1 --prompts 2 --steps 4 "
+    "--options='--worker-extension-cls awake_experts.WorkerExtension --hf-overrides.awake_experts 84'",
     "bench_serve.py --sides tuned autoregressive linear_spec --concurrency 1 --prompts 2 --steps 4",
     "gpu/bench_experts.py",
     "gpu/profile_serving.py",
@@ -44,7 +49,7 @@ def rows_of(tmp_path, scripts):
     data = [tmp_path / f"{i}.jsonl" for i in range(len(scripts))]
     words = [
         [f"benchmarks/{path}", "--data", str(file), *options]
-        for (path, *options), file in zip(map(str.split, scripts), data, strict=True)
+        for (path, *options), file in zip(map(shlex.split, scripts), data, strict=True)
     ]
     paths = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "benchmarks/gpu")]
     environment = os.environ | {
@@ -75,3 +80,21 @@ def test_scripts_that_serve(tmp_path, script):
     (rows,) = rows_of(tmp_path, [script])
     assert rows
     assert all(row.get("tokens_a_second", 1) > 0 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize(("awake", "most"), [("--awake 42", 42), ("", 64)])
+def test_an_engine_wakes_no_more_experts_than_asked(awake, most, tmp_path):
+    """The canvases of a served model with 64 experts a layer choose 42 of them where that is asked, and else more."""
+    folder = tmp_path / "model"
+    prepare(shipped_checkpoint(), folder, steps=4)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["num_experts"] = 64
+    (folder / "config.json").write_text(json.dumps(config))
+    script = f"bench_routing.py {folder} --load-format dummy --canvases 8 {awake}"
+    (rows,) = rows_of(tmp_path, [script])
+    (row,) = rows
+    assert row["experts"] == 64
+    assert most - 21 < row["most"] <= most
