@@ -2,11 +2,14 @@
 
     python benchmarks/gpu/answers.py
 
-Kernels that are right one by one do not show that a pass puts the right rows before them.
+Kernels that are right one by one do not show that a pass puts the right rows before them. One more question holds its
+answer to a JSON schema, where the packages are installed without which a server refuses grammars.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -27,6 +30,14 @@ from vllm_diffusion.cli.server import HOST, Server
 AT_ONCE = 16
 # Longer than any answer.
 MAX_TOKENS = 192
+GRAMMAR_PACKAGES = ("jsonschema", "llguidance", "lmformatenforcer")
+# The checkpoint's own answers have no such keys.
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["ant", "bee"]}, "legs": {"type": "integer", "maximum": 99}},
+    "required": ["kind", "legs"],
+    "additionalProperties": False,
+}
 
 
 def is_answered(server: Server, example: Example) -> bool:
@@ -36,6 +47,27 @@ def is_answered(server: Server, example: Example) -> bool:
             model="tiny", messages=example.messages, max_tokens=MAX_TOKENS
         )
     return is_correct(example, answer.choices[0].message.content or "")
+
+
+def is_held(server: Server) -> bool:
+    """Whether the answer to a request with a JSON schema is valid against it."""
+    import jsonschema
+
+    with openai_client(server.url, server.api_key) as client:
+        answer = client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "Name an insect."}],
+            max_tokens=MAX_TOKENS,
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "insect", "schema": SCHEMA},
+            },
+        )
+    try:
+        jsonschema.validate(json.loads(answer.choices[0].message.content or ""), SCHEMA)
+    except (json.JSONDecodeError, jsonschema.ValidationError):
+        return False
+    return True
 
 
 def main() -> int:
@@ -54,6 +86,8 @@ def main() -> int:
                 asked = evaluation_set(family, options.prompts)
                 exact = sum(pool.map(partial(is_answered, server), asked))
                 data.add("answers", family=family, asked=len(asked), exact=exact)
+            if all(map(importlib.util.find_spec, GRAMMAR_PACKAGES)):
+                data.add("grammars", question="JSON schema", broken=int(not is_held(server)))
     except ServerError as error:
         sys.exit(str(error))
     print(place())

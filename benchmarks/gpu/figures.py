@@ -364,6 +364,9 @@ def _checks() -> Iterator[Figure]:
         "the shipped checkpoint, default options: share of 240 held-out questions answered exactly"
     )
     yield Figure(text, "answers", (exact_answers,), least=(0.95,), needs_all=True)
+    text = "the same server: answers that break the JSON schema that they were asked to follow"
+    broken = cell("broken", table="grammars")
+    yield Figure(text, "answers", (broken,), most=(0,), needs_all=True)
     rates = tuple(_probe(what) for what in ("copied, GB/s", "bf16 product, TFLOP/s"))
     yield Figure("memory copied, GB/s; a BF16 product, TFLOP/s", "kernels", rates, (3015, 593))
 

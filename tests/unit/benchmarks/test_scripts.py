@@ -76,10 +76,12 @@ def test_scripts_of_kernels(tmp_path):
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("script", SERVED)
 def test_scripts_that_serve(tmp_path, script):
-    """Each answers at some speed."""
+    """Each answers at some speed, and where it asks for a JSON schema, the answer follows it."""
     (rows,) = rows_of(tmp_path, [script])
     assert rows
     assert all(row.get("tokens_a_second", 1) > 0 for row in rows)
+    asked = [row["broken"] for row in rows if row["table"] == "grammars"]
+    assert asked == [0] * ("answers.py" in script)
 
 
 @pytest.mark.slow
