@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import campaign
 import figures
 import machine
 import pytest
+import records
 import report
 import results
 from campaign import EXPERIMENTS, Experiment
@@ -18,6 +22,17 @@ from campaign import EXPERIMENTS, Experiment
 H200 = {"gpu": "NVIDIA H200", "driver": "580.1", "vllm": "0.33.0", "torch": "2.14.0"}
 H200 |= {"triton": "3.8.0", "capability": "9.0", "memory_gib": 139.8}
 COMMIT = "c" * 40
+TINY = "--model vllm_diffusion/checkpoints/tiny_diffusion_gemma --sides ours stock --options="
+# Options that make the experiments of a script small enough for a CPU: the last of an option wins.
+SMALL = {
+    "gpu/check_gpu.py": "",
+    "bench_canvas_attention.py": "--requests 1 --contexts 20 --peers cute stock-fa4",
+    "bench_serve.py": f"{TINY} --concurrency 1 --rounds 1 --prompts 1 --steps 2 --input-len 16 --output-len 32 --max-model-len 256",
+    "gpu/bench_experts.py": "--moe auto --linear auto",
+    "gpu/profile_serving.py": "--requests 1",
+    "gpu/answers.py": "--prompts 1",
+}
+DECISIONS = ("  decided: ", "  not decided, ", "  tells: ")
 
 
 class Line(Experiment):
@@ -37,7 +52,7 @@ def row(value: int) -> str:
     return f"data.write(json.dumps({{'table': 't', 'value': {value}}}) + chr(10)); data.flush()"
 
 
-def run(folder: Path, *experiments: Line, facts: dict = H200, options: tuple = ()) -> int:
+def run(folder: Path, *experiments: Experiment, facts: dict = H200, options: tuple = ()) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "describe", None)
         patch.setattr(machine, "described", lambda environment: facts)
@@ -91,6 +106,44 @@ def test_the_experiments_of_flash_attention_4_fit_the_first_call():
     for experiment in EXPERIMENTS:
         assert experiment.decides
         assert bool(experiment.otherwise) == (experiment.name in deciding), experiment.name
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.timeout(1500)
+def test_a_call_of_ten_minutes_is_rehearsed_on_a_cpu(tmp_path, capsys, monkeypatch):
+    """The listed experiments run with small shapes: none fails, rows are on disk at once, and each prints its decision."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    small = [
+        replace(experiment, script=f"{experiment.script} {SMALL[path]}")
+        for experiment in EXPERIMENTS
+        if (path := experiment.script.split()[0]) in SMALL
+    ]
+    seen, ended = set(), threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.1):
+            for path in tmp_path.glob("*.jsonl"):
+                # It is removed when its experiment has ended.
+                with contextlib.suppress(FileNotFoundError):
+                    seen.update([path.stem] if records.read(path) else [])
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        status = run(tmp_path, *small, options=("--minutes", "9.5"))
+    finally:
+        ended.set()
+        watching.join()
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    found = results.read(tmp_path)
+    done = [name for name, result in found.items() if result.state == "done"]
+    assert {"cute", "attention-sliding", "attention-full"} <= set(done)
+    assert all(found[name].rows for name in done)
+    assert "cute" in seen
+    decided = [line for line in printed.splitlines() if line.startswith(DECISIONS)]
+    assert len(decided) == len(found)
 
 
 def test_another_run_is_never_mixed_in(tmp_path, capsys):
