@@ -395,15 +395,20 @@ def _leave_out_cute() -> None:
         setattr(kernel, "is_available", lambda: False)  # noqa: B010 - a module's function
 
 
-def serve_shape(model: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Start a large shape with dummy weights, and say what it took and asks of the driver."""
-    import torch
-
+def start_shape(model: str, options: dict[str, Any]) -> Any:
+    """Start an engine of a large shape, with dummy weights."""
     _give_scales()
     _leave_out_cute()
     decide_outcomes()
     defaults = {"load_format": "dummy", "skip_tokenizer_init": True, "gpu_memory_utilization": 0.92}
-    llm = start(model, **(defaults | options))
+    return start(model, **(defaults | options))
+
+
+def serve_shape(model: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Start a large shape with dummy weights, and say what it took and asks of the driver."""
+    import torch
+
+    llm = start_shape(model, options)
     worker = worker_of(llm)
     runner = worker.model_runner
     config = runner.vllm_config

@@ -5,11 +5,9 @@ Nothing of it says that a value is right, or how fast anything is: kernels do no
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from bench_formats import write_checkpoint
 
+from tests.null_gpu import pass_kernels
 from tests.null_gpu.engine_cases import KINDS
 from tests.support import baselines
 from tests.support.checkpoints import SHIPPED
@@ -143,11 +141,7 @@ def test_the_other_ways(null_gpu):
 @pytest.mark.slow
 def test_a_steady_pass_of_the_published_shape(null_gpu, tmp_path):
     """Six layers of the 26B's, with its vocabulary, experts and canvases, and weights that nothing fills."""
-    model = write_checkpoint(tmp_path / "26b", "26b", "bf16")
-    config = json.loads((model / "config.json").read_text())
-    text = config["text_config"]
-    text |= {"num_hidden_layers": 6, "layer_types": text["layer_types"][:6]}
-    (model / "config.json").write_text(json.dumps(config))
+    model = pass_kernels.write_six_layers(tmp_path / "26b", "bf16")
     options = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
@@ -159,3 +153,12 @@ def test_a_steady_pass_of_the_published_shape(null_gpu, tmp_path):
     found = null_gpu.run(SERVE, model=str(model), options=options, kinds=["plain"], steady=COUNTED)
     counts = found.checked()["steady"]
     baselines.check("a steady pass on the null GPU, six layers of the 26B shape", counts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1900)
+def test_the_kernels_of_a_pass(null_gpu, tmp_path):
+    """Each part of a steady pass launches the kernels that it did, by name, in FP8 and with a server's defaults."""
+    launches = pass_kernels.trace(null_gpu, tmp_path / "26b", num_canvases=1)
+    rows = {kernel: {"launches": number} for kernel, number in launches.items()}
+    baselines.check("kernels of a steady pass, six layers of the 26B shape in FP8", rows)

@@ -12,11 +12,19 @@ from tests.support.null_gpu.forks import RUNTIME
 
 def counts_of(call: Callable[[], object]) -> dict[str, int]:
     """How often each thing was asked for while ``call`` ran: kernels and copies by name, waits, allocations."""
-    runtime = ctypes.CDLL(RUNTIME)
-    runtime.null_gpu_reset_counts()
+    reset_counts()
     call()
+    return read_counts()
+
+
+def reset_counts() -> None:
+    ctypes.CDLL(RUNTIME).null_gpu_reset_counts()
+
+
+def read_counts() -> dict[str, int]:
+    """How often each thing was asked for since the last :func:`reset_counts`."""
     with tempfile.NamedTemporaryFile() as file:
-        assert runtime.null_gpu_write_counts(file.name.encode()) == 0
+        assert ctypes.CDLL(RUNTIME).null_gpu_write_counts(file.name.encode()) == 0
         lines = Path(file.name).read_text(encoding="utf-8").splitlines()
     return {what: int(number) for number, _, what in (line.partition("\t") for line in lines)}
 
