@@ -213,7 +213,7 @@ def test_dashboard_and_rules(server: Server) -> None:
     dashboard = json.loads((OBSERVABILITY / "dashboard.json").read_text(encoding="utf-8"))
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     rules = (OBSERVABILITY / "rules.yml").read_text(encoding="utf-8")
-    asked = set(re.findall(r"vllm(?:_diffusion)?:[a-z_]+", " ".join(expressions)))
+    asked = set(re.findall(r"vllm(?:_diffusion)?:[a-z0-9_]+", " ".join(expressions)))
     recorded = set(re.findall(r"record: (\S+)", rules))
     asked |= set(re.findall(r"vllm(?:_diffusion)?:[a-z_]+(?::[a-z0-9]+)?", rules)) - recorded
     assert len(asked) > 12

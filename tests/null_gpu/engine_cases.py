@@ -34,11 +34,18 @@ MOST_PASSES = 40
 STEPS = (12, 16, 20)
 PROMPT_LENGTHS = (100, 700, 2048, 4096)
 REQUESTS_AT_ONCE = (1, 8, 32)
+# Of a read, as vLLM's decisions ask for it.
+ONE_STEP = {"diffusion_read_only": True, "diffusion_max_steps": 1}
 # Of requests, by a name.
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "top_p": {"temperature": 1.0, "top_p": 0.9},
     "logprobs": {"temperature": 1.0, "logprobs": 3},
+    "read": {"logprob_token_ids": [40, 41], "extra_args": ONE_STEP},
+    "held read": {
+        "logprob_token_ids": [40, 41],
+        "extra_args": ONE_STEP | {"diffusion_constrained": True},
+    },
     "constrained": {"structured_outputs": {"regex": "[a-c]{3,5}"}},
     "watched": {
         "extra_args": {
@@ -278,6 +285,8 @@ def passes_of(llm: Any, kind: str, adapter: str | None = None) -> dict[str, Any]
 
 def steady_pass(llm: Any, kind: str) -> dict[str, int]:
     """What one pass of three requests asks of the driver, once everything has been compiled and allocated."""
+    if "read" in kind:
+        return pass_of_reads(llm, kind)
     engine = llm.llm_engine
     # Drafts that keep nothing for some passes end their requests.
     kept = "verified" if verifies(llm) else "steady"
@@ -295,7 +304,25 @@ def steady_pass(llm: Any, kind: str) -> dict[str, int]:
         "a request has ended: nothing is steady"
     )
     drop(engine, ids)
-    # The least of some passes: now and then the host waits for an event once more.
+    return least_of(counted)
+
+
+def pass_of_reads(llm: Any, kind: str) -> dict[str, int]:
+    """What the only pass of three reads asks of the driver, with their prompts, of which no prefix is cached."""
+    engine = llm.llm_engine
+    counted = []
+    for repeat in range(4):
+        ids = [f"steady {kind} {repeat} {i}" for i in range(3)]
+        for i, request_id in enumerate(ids):
+            prompt = {"prompt_token_ids": [40 + repeat, 50 + i, *PROMPT]}
+            engine.add_request(request_id, prompt, params_of(kind))
+        counted.append(summary(counts_of(engine.step)))
+        drop(engine, ids)
+    return least_of(counted)
+
+
+def least_of(counted: list[dict[str, int]]) -> dict[str, int]:
+    """The least of some passes: now and then the host waits for an event once more."""
     return {what: min(counts[what] for counts in counted) for what in counted[0]}
 
 

@@ -150,7 +150,8 @@ def test_a_steady_pass_of_the_published_shape(null_gpu, tmp_path):
         "gpu_memory_utilization": 0.9,
         "compilation_config": {"backend": "eager"},
     }
-    found = null_gpu.run(SERVE, model=str(model), options=options, kinds=["plain"], steady=COUNTED)
+    steady = (*COUNTED, "read", "held read")
+    found = null_gpu.run(SERVE, model=str(model), options=options, kinds=["plain"], steady=steady)
     counts = found.checked()["steady"]
     baselines.check("a steady pass on the null GPU, six layers of the 26B shape", counts)
 
