@@ -47,7 +47,7 @@ def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
-    from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+    from vllm_diffusion.checkpoints import shipped_checkpoint
     from vllm_diffusion.metrics import request_metrics
 
     llm = LLM(

@@ -31,7 +31,7 @@ def main() -> None:
     import torch
     from vllm import LLM, SamplingParams, TokensPrompt
 
-    from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+    from vllm_diffusion.checkpoints import shipped_checkpoint
 
     llm = LLM(
         str(shipped_checkpoint()),

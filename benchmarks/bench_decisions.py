@@ -24,7 +24,7 @@ from records import Rows, parser_of
 from timing import STOCK
 
 from tests.support.server import Server, start_server
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.checkpoints import shipped_checkpoint
 
 WORDS = (
     *("red", "green", "blue", "sky", "rose", "grass", "stone", "water"),

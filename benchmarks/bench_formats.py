@@ -32,7 +32,7 @@ from records import Rows, parser_of, read
 from serving import Side, Sweep, fix_steps, passes_of
 from timing import STOCK, copy_rate, place
 
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.checkpoints import shipped_checkpoint
 
 CONFIGS = Path(__file__).with_name("configs")
 TINY = shipped_checkpoint()

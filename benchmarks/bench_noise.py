@@ -27,7 +27,7 @@ from torch import Tensor
 
 from attention_kernels.noise import LARGEST_NOISE, SMALLEST_NOISE
 from attention_kernels.vocab_statistics import RowDraws, RowLogits, RunningStatistics, reference
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.checkpoints import shipped_checkpoint
 
 
 def hopeless(rows: RowLogits, draws: RowDraws) -> Tensor:

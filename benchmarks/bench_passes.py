@@ -30,7 +30,7 @@ from records import Rows, parser_of
 
 from tests.support.row_counts import RowCounter, RowCounts
 from tests.support.row_counts import serve as served_at_once
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.startup.capture_sizes import capture_sizes
 
 ORDERS: dict[str, dict[str, Any]] = {

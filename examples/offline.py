@@ -15,7 +15,7 @@ quieten()
 
 from vllm import LLM, SamplingParams  # noqa: E402
 
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint  # noqa: E402
+from vllm_diffusion.checkpoints import shipped_checkpoint  # noqa: E402
 from vllm_diffusion.metrics import request_metrics  # noqa: E402
 
 

@@ -23,7 +23,7 @@ from serving import VLLM
 from timing import place
 from tiny_tasks import FAMILIES, Example, evaluation_set, is_correct
 
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.cli.client import ServerError, openai_client
 from vllm_diffusion.cli.server import HOST, Server
 

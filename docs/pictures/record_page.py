@@ -20,7 +20,7 @@ from typing import Any
 from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.cli.server import Server
 
 QUESTION = "Add up: 8+14, 8+9, 14+8, 1+1, 19+4, 2+14."

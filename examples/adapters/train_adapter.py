@@ -23,7 +23,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.cli.console import quieten
 
 # Answers are printed, and not vLLM's log; vLLM starts its engine in a process that imports this file again.

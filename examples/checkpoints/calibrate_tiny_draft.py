@@ -27,7 +27,8 @@ from tiny_qwen3 import load_target
 from tiny_tasks import Example, draw_question, evaluation_set
 from train_tiny_pair import answers, new_draft
 
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint, speculative_config
+from vllm_diffusion.checkpoints import shipped_checkpoint
+from vllm_diffusion.cli.checkpoint import speculative_config
 from vllm_diffusion.cli.client import openai_client, read_metrics, totals
 from vllm_diffusion.cli.server import Server, vllm_serve
 from vllm_diffusion.drafting.calibration.train import TrainSettings, train

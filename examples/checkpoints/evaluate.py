@@ -32,7 +32,7 @@ from typing import Any
 from format_comparison import Distribution, FormatRun, table, wilson_interval
 from tiny_tasks import FAMILIES, TOOL_FAMILY, Example, Size, evaluation_set, is_correct
 
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.checkpoints import shipped_checkpoint
 
 # Longer than any answer: six canvases of 32 tokens, 24 blocks of 8.
 MAX_NEW_TOKENS = 192

@@ -34,7 +34,7 @@ from transformers.models.llama.modeling_llama import (
 )
 from untrained_eagle3 import untrained_eagle3
 
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.drafting.calibration.samples import Sample
 
 # Tokens of a draft. What is behind a wrong one is never looked at, so that later ones weigh less.

@@ -275,7 +275,7 @@ def main() -> None:
     """Three prompts by the shipped tiny target, with its own first two layers as the draft."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+    from vllm_diffusion.checkpoints import shipped_checkpoint
 
     folder = shipped_checkpoint("qwen3")
     tokenizer = AutoTokenizer.from_pretrained(folder)

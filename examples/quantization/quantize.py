@@ -46,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "checkpoints"))
 
 from tiny_tasks import FAMILIES, draw_training_example
 
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.checkpoints import shipped_checkpoint
 
 # Scheme -> compressed-tensors' preset and the format it writes.
 SCHEMES = {

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "checkpoints"))
 from tiny_sdar import load_model, save_checkpoint
 from tiny_tasks import distinct_words
 
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.cli.server import Server, vllm_serve
 
 # With words in them, questions that the checkpoint was not trained on.

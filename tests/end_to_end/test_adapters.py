@@ -17,7 +17,7 @@ from tests.support.adapters import DECODER, ENCODER, adapt, put_into_hub_cache
 from tests.support.checkpoints import SHIPPED
 from tests.support.seeded_requests import Tokens, answers_alone, answers_together
 from tests.support.server import MODEL, Server, start_server
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.checkpoints import shipped_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
 

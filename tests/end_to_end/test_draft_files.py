@@ -22,7 +22,7 @@ from tests.support.tiny_pair import (
     greedy_answers,
     serving,
 )
-from vllm_diffusion.cli.checkpoint import shipped_draft
+from vllm_diffusion.checkpoints import shipped_draft
 from vllm_diffusion.drafting.recording import read_recording
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -25,7 +25,7 @@ from tests.support.tiny_pair import (
     save_random_draft,
     serving,
 )
-from vllm_diffusion.cli.checkpoint import shipped_draft
+from vllm_diffusion.checkpoints import shipped_draft
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -23,7 +23,7 @@ import pytest
 from tests.end_to_end.test_tools import RECORD, ask
 from tests.support.server import MODEL, Server, start_server
 from tests.support.streams import OrderedStream
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.checkpoints import shipped_checkpoint
 
 pytestmark = pytest.mark.engine
 

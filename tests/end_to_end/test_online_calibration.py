@@ -12,7 +12,7 @@ import pytest
 
 from tests.end_to_end.test_draft_swaps import KEY, ask, swapping
 from tests.support.tiny_pair import save_random_draft
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.checkpoints import shipped_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 

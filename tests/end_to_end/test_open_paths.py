@@ -15,7 +15,7 @@ import pytest
 from tests.support.checkpoints import SHIPPED
 from tests.support.routes import MIDDLEWARE, open_paths
 from tests.support.server import Server, start_server
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
+from vllm_diffusion.checkpoints import shipped_checkpoint, shipped_draft
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 

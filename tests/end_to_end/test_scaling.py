@@ -27,7 +27,7 @@ from tests.support.seeded_requests import (
     seeded_request,
 )
 from tests.support.server import MODEL, Server, start_server, stop_server
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.cli.server import free_port
 
 pytestmark = pytest.mark.engine

@@ -19,7 +19,7 @@ from tests.support.checkpoints import SHIPPED, copy_checkpoint
 from tests.support.refused import refusal_of_row, refused_rows
 from tests.support.stock import run_in_stock
 from tests.support.vllm_configs import configure
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.checkpoints import shipped_checkpoint
 
 pytestmark = pytest.mark.engine
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.checkpoints import SHIPPED
 from tests.support.engine import TracedEngine
-from vllm_diffusion.cli.checkpoint import CHECKPOINTS
+from vllm_diffusion.checkpoints import CHECKPOINTS
 
 pytestmark = pytest.mark.engine
 

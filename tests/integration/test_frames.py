@@ -13,7 +13,7 @@ import pytest
 from tests.support.engine import TracedEngine
 from tests.support.frames import EVERY_FIELD, Watched, steps_that_decided
 from tests.support.prompts import random_prompt
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.metrics import request_metrics
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "checkpoints"))

@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.reload import (
 from tests.support.checkpoints import SHIPPED
 from tests.support.engine import TracedEngine
 from tests.support.oracle import Oracle
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.checkpoints import shipped_checkpoint
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path[:0] = [str(EXAMPLES / "checkpoints"), str(EXAMPLES / "rl")]

@@ -15,7 +15,7 @@ from tests.support.checkpoints import SHIPPED, write_headers
 from tests.support.families.cases import CASES as FAMILIES
 from tests.support.families.cases import checkpoint_of
 from tests.support.null_gpu.processes import ROOT
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
+from vllm_diffusion.checkpoints import shipped_checkpoint, shipped_draft
 
 ENGINES = "tests.null_gpu.engine_cases"
 # Graphs of few sizes, so that many starts are rehearsed; CI's starts have the defaults of a server.

@@ -13,7 +13,7 @@ import httpx
 import torch
 
 from tests.support.server import MODEL, Server, start_server, stop_server
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
+from vllm_diffusion.checkpoints import shipped_checkpoint, shipped_draft
 from vllm_diffusion.drafting.reference import ReferenceDraft, load_draft, save_draft
 
 # A server that takes other drafts while it runs.

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
 from tests.support.vllm_configs import vllm_config
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.checkpoints import shipped_checkpoint
 
 NAMES = st.text("abcdefgh_ÜÉ€09-", min_size=1, max_size=5)
 WORDS = st.text('abc{}[],:"\\\n €<|>é', max_size=5)

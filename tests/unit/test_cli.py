@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.support.fake_server import command
+from vllm_diffusion.checkpoints import DRAFT_FOLDERS, FOLDERS
 from vllm_diffusion.cli import checkpoint, server
 from vllm_diffusion.cli.main import main
 
@@ -57,7 +58,7 @@ def test_checkpoint(
     """The path alone on standard output; or the missing file, in one line."""
     assert main(["checkpoint", *arguments]) == 0
     assert Path(capsys.readouterr().out.removesuffix("\n")).name == name
-    for folders in (checkpoint.FOLDERS, checkpoint.DRAFT_FOLDERS):
+    for folders in (FOLDERS, DRAFT_FOLDERS):
         for family in folders:
             monkeypatch.setitem(folders, family, tmp_path)
     assert main(["checkpoint", *arguments]) == 1

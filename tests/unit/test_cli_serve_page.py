@@ -15,8 +15,8 @@ import pytest
 
 from tests.support.commands import status_of
 from tests.support.fake_server import command as fake_command
+from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.cli import checkpoint, serve_page, server
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.cli.server import free_port
 
 SHIPPED = str(shipped_checkpoint())

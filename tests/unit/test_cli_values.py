@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 
 from tests.support.commands import refusal_of
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
+from vllm_diffusion.checkpoints import shipped_checkpoint, shipped_draft
 from vllm_diffusion.drafting.commands import contenders
 
 TARGET, DRAFT = str(shipped_checkpoint("qwen3")), str(shipped_draft())

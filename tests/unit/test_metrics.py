@@ -12,7 +12,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from tests.support.vllm_configs import replan, vllm_config
 from vllm_diffusion import metrics
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
+from vllm_diffusion.checkpoints import shipped_checkpoint, shipped_draft
 from vllm_diffusion.decoding.layouts import FreeCanvas, VerifiedDraft
 from vllm_diffusion.metrics import (
     CanvasTotals,

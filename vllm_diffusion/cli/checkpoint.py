@@ -11,31 +11,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from vllm_diffusion.checkpoints import (
+    DEFAULT_FAMILY,
+    DRAFT_FOLDERS,
+    DRAFTED_FAMILY,
+    FOLDERS,
+    shipped_checkpoint,
+    shipped_draft,
+)
 from vllm_diffusion.cli.answer import AnswerError
 from vllm_diffusion.cli.client import ServerError
 from vllm_diffusion.cli.console import CommandError
 from vllm_diffusion.cli.server import ENDING_SIGNALS, Server, vllm_serve
 from vllm_diffusion.cli.values import UsageError
 from vllm_diffusion.startup.environment import is_disabled
-from vllm_diffusion.startup.shipped import CHECKPOINTS
 
 if TYPE_CHECKING:
     from vllm_diffusion.cli.values import Parser
 
     Subcommands = argparse._SubParsersAction[Parser]
-
-# The folder of each family's checkpoint; the first is the default.
-FOLDERS = {
-    "diffusion_gemma": CHECKPOINTS / "tiny_diffusion_gemma",
-    "sdar": CHECKPOINTS / "tiny_sdar",
-    "qwen3": CHECKPOINTS / "tiny_qwen3",
-}
-# What drafts for those of them that are autoregressive.
-DRAFT_FOLDERS = {"qwen3": CHECKPOINTS / "tiny_qwen3_dflash"}
-DRAFTED_FAMILY = next(iter(DRAFT_FOLDERS))
-DEFAULT_FAMILY = next(iter(FOLDERS))
-_NEEDED_OF_DRAFT = ("config.json", "model.safetensors")
-_NEEDED = (*_NEEDED_OF_DRAFT, "generation_config.json", "tokenizer.json")
 
 
 def add_parser(subcommands: Subcommands) -> None:
@@ -83,39 +77,6 @@ def run(arguments: argparse.Namespace) -> int:
     find = shipped_draft if arguments.draft else shipped_checkpoint
     print(find(family_of(arguments)))
     return 0
-
-
-def shipped_checkpoint(family: str = DEFAULT_FAMILY) -> Path:
-    """Return the folder of a tiny checkpoint that comes with this package.
-
-    Args:
-        family: A key of ``FOLDERS``.
-
-    Raises:
-        CommandError: If the installation lacks one of its files.
-    """
-    return _complete(FOLDERS[family], _NEEDED)
-
-
-def shipped_draft(family: str = DRAFTED_FAMILY) -> Path:
-    """Return the folder of the draft that comes with a tiny checkpoint.
-
-    Args:
-        family: A key of ``DRAFT_FOLDERS``.
-
-    Raises:
-        CommandError: If the installation lacks one of its files.
-    """
-    return _complete(DRAFT_FOLDERS[family], _NEEDED_OF_DRAFT)
-
-
-def _complete(folder: Path, needed: tuple[str, ...]) -> Path:
-    for name in needed:
-        if not (folder / name).is_file():
-            raise CommandError(
-                f"The shipped checkpoint has no {folder / name}; install vllm-diffusion again."
-            )
-    return folder
 
 
 # Under which the server knows the checkpoint, whichever it is.
@@ -186,8 +147,9 @@ def shipped_server(
         verbose: Print what the server prints, as it comes.
 
     Raises:
-        CommandError: If the installation lacks a file of the checkpoint, the server did not start or
-            stopped, or it did not answer; the last names the server's log.
+        InstallationError: If the installation lacks a file of the checkpoint.
+        CommandError: If the server did not start or stopped, or it did not answer; the last names the
+            server's log.
     """
     end_with_signals()
     checkpoint = shipped_checkpoint(family)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from packaging.requirements import Requirement
 
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.cli.console import one_line, quieten, say, table
 from vllm_diffusion.cli.values import UsageError, model, new_file
 from vllm_diffusion.hooks import upstream

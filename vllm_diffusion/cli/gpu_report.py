@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.cli.console import fail, one_line, say, table
 from vllm_diffusion.kernel_choice.cases import KernelCase, Served, published_26b
 from vllm_diffusion.kernel_choice.on_ranks import gpu_name

@@ -6,6 +6,7 @@ import os
 import sys
 from importlib.metadata import version
 
+from vllm_diffusion.checkpoints import InstallationError
 from vllm_diffusion.cli import chat, checkpoint, demo, doctor, models, serve_page
 from vllm_diffusion.cli.console import CommandError, fail
 from vllm_diffusion.cli.values import Parser, UsageError
@@ -56,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
     except UsageError as error:
         arguments.parser.error(str(error))
-    except CommandError as error:
+    except (CommandError, InstallationError) as error:
         return fail(str(error))
     except BrokenPipeError:
         # The reader of our output is gone; Python must not complain about it on its way out.

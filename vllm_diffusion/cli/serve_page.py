@@ -14,8 +14,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.cli import values
-from vllm_diffusion.cli.checkpoint import MODEL_NAME, begin_serving, shipped_checkpoint
+from vllm_diffusion.cli.checkpoint import MODEL_NAME, begin_serving
 from vllm_diffusion.cli.client import ServerError
 from vllm_diffusion.cli.console import VERBOSE_HELP, say
 from vllm_diffusion.cli.server import VLLM_SERVE, Server
@@ -132,7 +133,7 @@ def plan_of(arguments: Sequence[str]) -> Plan:
 
     Raises:
         UsageError: If an option that the page depends on is of no use here.
-        CommandError: If the model is to be the shipped checkpoint, and that is incomplete.
+        InstallationError: If the model is to be the shipped checkpoint, and that is incomplete.
     """
     options = [each for each in arguments if each not in ("--open", "--verbose")]
     for name in _WITHOUT_A_PORT:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
-CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"
+from vllm_diffusion.checkpoints import CHECKPOINTS
+
 # examples/checkpoints/tiny_tasks.py draws them; docs/use/serving.md has the same sentence.
 TASKS = (
     "This tiny model adds numbers up to 20, reverses words, writes them in capitals, counts, makes "

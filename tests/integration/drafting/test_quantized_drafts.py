@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.draft_engine import metric
 from tests.support.engine import TracedEngine
-from vllm_diffusion.cli.checkpoint import DRAFT_FOLDERS, FOLDERS
+from vllm_diffusion.checkpoints import DRAFT_FOLDERS, FOLDERS
 from vllm_diffusion.drafting import quantized
 
 pytestmark = pytest.mark.engine

@@ -23,7 +23,7 @@ from tests.support.loading import load, one_rank
 from tests.support.refused import refusal, refusal_of_row, refused_rows
 from tests.support.specs import masked_spec
 from tests.support.vllm_configs import configure
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.levenshtein import Levenshtein
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.engine import TracedEngine
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.metrics import request_metrics
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "checkpoints"

@@ -12,7 +12,7 @@ import pytest
 import records
 from serving import prepare
 
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.checkpoints import shipped_checkpoint
 
 ROOT = records.ROOT
 KERNELS = (

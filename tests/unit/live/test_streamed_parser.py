@@ -22,7 +22,7 @@ from tests.support.checkpoints import SHIPPED
 from tests.support.tool_schemas import tool, tool_request
 from tests.support.vllm_configs import vllm_config
 from vllm_diffusion import plugin
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.live.streamed_parser import following_whole_answers
 
 pytestmark = pytest.mark.engine

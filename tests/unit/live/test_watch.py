@@ -18,7 +18,7 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from vllm_diffusion.canvas.messages import ReportedFrame
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.live import CanvasFrame, CanvasStepMap, watch_async
 from vllm_diffusion.live.frame import frame_of
 from vllm_diffusion.live.http import _Chunks, _with_events

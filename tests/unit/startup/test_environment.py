@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.checkpoints import shipped_checkpoint
 
 pytestmark = pytest.mark.engine
 

@@ -12,13 +12,9 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from vllm_diffusion.checkpoints import DRAFTED_FAMILY, shipped_checkpoint, shipped_draft
 from vllm_diffusion.cli import values
-from vllm_diffusion.cli.checkpoint import (
-    DRAFTED_FAMILY,
-    begin_serving,
-    shipped_checkpoint,
-    shipped_draft,
-)
+from vllm_diffusion.cli.checkpoint import begin_serving
 from vllm_diffusion.cli.console import add_verbose, say
 from vllm_diffusion.drafting.commands.contenders import (
     DFLASH,

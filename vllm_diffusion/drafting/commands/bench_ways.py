@@ -9,8 +9,8 @@ from dataclasses import replace
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
+from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.cli import values
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
 from vllm_diffusion.drafting.commands.bench_drafts import VLLM_OPTIONS, add_run_options, compare
 from vllm_diffusion.drafting.commands.draft_runs import Contender, Result
 from vllm_diffusion.drafting.commands.draft_table import DIFFUSION

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import Qwen3ForCausalLM
 
 from tests.support.drafts import features, target_model
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
+from vllm_diffusion.checkpoints import shipped_checkpoint, shipped_draft
 from vllm_diffusion.drafting.accepted import Verifications
 from vllm_diffusion.drafting.calibration.extract import _choose
 from vllm_diffusion.drafting.calibration.replay import replay

@@ -12,7 +12,7 @@ import pytest
 from fastapi import FastAPI
 
 from tests.support.vllm_configs import vllm_config
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint, shipped_draft
+from vllm_diffusion.checkpoints import shipped_checkpoint, shipped_draft
 from vllm_diffusion.drafting.swap import endpoint
 
 pytestmark = pytest.mark.engine

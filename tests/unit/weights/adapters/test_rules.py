@@ -27,7 +27,7 @@ from tests.support.adapters import (
 )
 from tests.support.checkpoints import SHIPPED
 from tests.support.stock import run_in_stock
-from vllm_diffusion.cli.checkpoint import shipped_checkpoint
+from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaTensors
 from vllm_diffusion.weights.adapters.rules import (
     AdapterRules,

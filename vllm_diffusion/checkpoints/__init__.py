@@ -1,0 +1,58 @@
+"""The tiny checkpoints that come with this package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["InstallationError", "shipped_checkpoint", "shipped_draft"]
+
+CHECKPOINTS = Path(__file__).resolve().parent
+# The folder of each family's checkpoint; the first is the default.
+FOLDERS = {
+    "diffusion_gemma": CHECKPOINTS / "tiny_diffusion_gemma",
+    "sdar": CHECKPOINTS / "tiny_sdar",
+    "qwen3": CHECKPOINTS / "tiny_qwen3",
+}
+# What drafts for those of them that are autoregressive.
+DRAFT_FOLDERS = {"qwen3": CHECKPOINTS / "tiny_qwen3_dflash"}
+DRAFTED_FAMILY = next(iter(DRAFT_FOLDERS))
+DEFAULT_FAMILY = next(iter(FOLDERS))
+_NEEDED_OF_DRAFT = ("config.json", "model.safetensors")
+_NEEDED = (*_NEEDED_OF_DRAFT, "generation_config.json", "tokenizer.json")
+
+
+class InstallationError(FileNotFoundError):
+    """A file of a shipped checkpoint is missing."""
+
+
+def shipped_checkpoint(family: str = DEFAULT_FAMILY) -> Path:
+    """Return the folder of a tiny checkpoint that comes with this package.
+
+    Args:
+        family: ``"diffusion_gemma"``, ``"sdar"`` or ``"qwen3"``, which is autoregressive.
+
+    Raises:
+        InstallationError: If the installation lacks one of its files.
+    """
+    return _complete(FOLDERS[family], _NEEDED)
+
+
+def shipped_draft(family: str = DRAFTED_FAMILY) -> Path:
+    """Return the folder of the draft that comes with a tiny checkpoint.
+
+    Args:
+        family: ``"qwen3"``.
+
+    Raises:
+        InstallationError: If the installation lacks one of its files.
+    """
+    return _complete(DRAFT_FOLDERS[family], _NEEDED_OF_DRAFT)
+
+
+def _complete(folder: Path, needed: tuple[str, ...]) -> Path:
+    for name in needed:
+        if not (folder / name).is_file():
+            raise InstallationError(
+                f"The shipped checkpoint has no {folder / name}; install vllm-diffusion again."
+            )
+    return folder
