@@ -6,12 +6,15 @@ python examples/offline.py "Reverse the word stone."
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
-
-from vllm_diffusion.cli.console import quieten
+import warnings
 
 # Answers are printed, and not vLLM's log; the variable reaches the engine's process.
-quieten()
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+logging.disable(logging.WARNING)
+warnings.simplefilter("ignore")
 
 from vllm import LLM, SamplingParams  # noqa: E402
 

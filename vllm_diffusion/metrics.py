@@ -24,6 +24,8 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_diffusion.startup.plan import spec_of
 
+__all__ = ["DiffusionRequestMetrics", "request_metrics"]
+
 logger = init_logger(f"vllm.{__name__}")
 # A draft that keeps less than this share of its tokens, in so many verifications, only costs time.
 LEAST_KEPT, VERIFICATIONS = 0.02, 200

@@ -13,8 +13,11 @@ learnt; half of the steps are given the logits of a step before. Needs ``peft`` 
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import random
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -24,10 +27,11 @@ from torch import Tensor
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
 from vllm_diffusion.checkpoints import shipped_checkpoint
-from vllm_diffusion.cli.console import quieten
 
 # Answers are printed, and not vLLM's log; vLLM starts its engine in a process that imports this file again.
-quieten()
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+logging.disable(logging.WARNING)
+warnings.simplefilter("ignore")
 
 # Named as in transformers; modules of the vision tower have these names too, and are not meant.
 TARGETS = (

@@ -1,0 +1,41 @@
+"""Which names are public: all that examples import."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = [f"vllm_diffusion.{name}" for name in ("checkpoints", "live", "metrics")]
+# Not those of examples/checkpoints, which make the shipped checkpoints, and of examples/rl.
+EXAMPLES = sorted(
+    path
+    for folder in (".", "adapters", "drafting", "quantization")
+    for path in (ROOT / "examples" / folder).glob("*.py")
+)
+
+
+@pytest.fixture(scope="module")
+def public() -> set[str]:
+    """Full names of what the public modules export."""
+    return {
+        f"{module}.{name}" for module in MODULES for name in importlib.import_module(module).__all__
+    }
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_examples_import_public_names(path: Path, public: set[str]) -> None:
+    """An example imports nothing of this package that is private."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    own = {name for name in found if re.match(r"vllm_diffusion\b|attention_kernels\b", name)}
+    assert own <= public
