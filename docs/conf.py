@@ -15,7 +15,7 @@ from sphinx.application import Sphinx
 HERE = Path(__file__).resolve().parent
 
 project = "vllm-diffusion"
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = project
 html_show_sphinx = False

@@ -1,4 +1,4 @@
-"""The requests that the page on requests begins with, run as they stand."""
+"""The programs of the pages on requests, Python and the live canvas, run as they stand."""
 
 from __future__ import annotations
 
@@ -16,20 +16,27 @@ from tests.support.server import Server
 
 pytestmark = pytest.mark.engine
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/use/requests.md"
+PAGES = Path(__file__).resolve().parents[2] / "docs/use"
 
 
-def blocks(language: str) -> list[str]:
-    """The page's blocks of a language, up to its parameters."""
-    text = PAGE.read_text(encoding="utf-8").partition("\n## Parameters")[0]
+def blocks(language: str, page: str = "requests.md") -> list[str]:
+    """A page's blocks of a language, up to the parameters of requests."""
+    text = (PAGES / page).read_text(encoding="utf-8").partition("\n## Parameters")[0]
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def run_script(program: str, folder: Path) -> str:
+    """What a program prints as a file of its own, which vLLM's engine imports again."""
+    script = folder / "program.py"
+    script.write_text(program, encoding="utf-8")
+    return run([sys.executable, str(script)])
 
 
 def run(command: list[str], server: Server | None = None) -> str:
     """What a command prints in the environment that the page has its reader make."""
     of_server = {"OPENAI_BASE_URL": f"{server.url}/v1", "OPENAI_API_KEY": "none"} if server else {}
     ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env={**os.environ, **of_server}
+        command, capture_output=True, text=True, timeout=600, env={**os.environ, **of_server}
     )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
@@ -62,6 +69,42 @@ def test_curl_gets_the_answer(server: Server) -> None:
 @pytest.mark.slow
 def test_offline_block_runs(tmp_path: Path) -> None:
     """The block without a server prints the answer, as a script of its own."""
-    script = tmp_path / "answer.py"
-    script.write_text(blocks("python")[-1], encoding="utf-8")
-    assert "15" in run([sys.executable, str(script)]).splitlines()
+    assert "15" in run_script(blocks("python")[-1], tmp_path).splitlines()
+
+
+@pytest.mark.slow
+def test_live_canvas_block_runs(tmp_path: Path) -> None:
+    """The block of the page on the live canvas prints frames, a step map and the answer."""
+    (program,) = blocks("python", "live-canvas.md")
+    printed = run_script(program, tmp_path)
+    assert "pmal" in printed.splitlines()
+    assert "CanvasStepMap(" in printed
+    assert "RequestOutput(" in printed
+
+
+@pytest.mark.slow
+def test_python_page_blocks_run_one_after_another() -> None:
+    """Frames, a step map, metrics, a decision and both refusals are printed as the page on Python says."""
+    program = [block for block in blocks("python", "python.md") if "asyncio" not in block]
+    start, frames, metrics, decision, refused = run(
+        [sys.executable, "-c", "\nprint('---')\n".join(program)]
+    ).split("---\n")
+    assert re.search(r"^step 1 of at most \d+: '.*'$", frames, re.MULTILINE)
+    assert re.search(r"^decided in steps \(\d.*\)$", frames, re.MULTILINE)
+    assert frames.endswith("answer: 'pmal'\n")
+    assert re.search(r"^15 \[\d.*\]\n\d+ \(\d+,\)$", metrics, re.MULTILINE)
+    likely = dict(re.findall(r"^(\d) ([01]\.\d+)$", decision, re.MULTILINE))
+    assert float(likely["7"]) + float(likely["9"]) == pytest.approx(1, abs=0.002)
+    assert likely["7"] > likely["9"]
+    assert re.search("^diffusion_max_steps - diffusion_max_steps must be", refused, re.MULTILINE)
+    assert re.search("^LLM: .*", refused, re.MULTILINE)
+    assert "max_denoising_steps" in refused
+
+
+@pytest.mark.slow
+def test_watch_async_block_runs(tmp_path: Path) -> None:
+    """The program of the page on Python shows the frames of an ``AsyncLLM`` and then the answer."""
+    (program,) = (block for block in blocks("python", "python.md") if "asyncio" in block)
+    *frames, answer = re.findall("^(?:step|answer).*$", run_script(program, tmp_path), re.MULTILINE)
+    assert frames[0].startswith("step 1: ")
+    assert answer == "answer: 'pmal'"

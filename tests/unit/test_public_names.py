@@ -1,4 +1,4 @@
-"""Which names are public: all that examples import."""
+"""Which names are public: what the page on Python lists, and all that examples import."""
 
 from __future__ import annotations
 
@@ -25,6 +25,14 @@ def public() -> set[str]:
     return {
         f"{module}.{name}" for module in MODULES for name in importlib.import_module(module).__all__
     }
+
+
+@pytest.mark.engine
+def test_reference_lists_what_is_public(public: set[str]) -> None:
+    """The reference of the page on Python has each public name once, and no other."""
+    page = (ROOT / "docs/use/python.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\.\. auto\w+:: (\S+)$", page, re.MULTILINE)
+    assert sorted(listed) == sorted(public)
 
 
 @pytest.mark.engine
