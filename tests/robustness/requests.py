@@ -220,7 +220,7 @@ def _prompt(served: Served, rng: random.Random) -> Posted:
 def _decision(rng: random.Random) -> Posted:
     """Questions of every kind about one text, each with a canvas or all in one."""
     questions: list[dict[str, Any]] = [
-        {"type": "predicate", "name": "blue", "instructions": rng.choice(TEXTS)},
+        {"type": "predicate", "name": "blue", "instructions": rng.choice(TEXTS[:-1])},
         {
             "type": "choice",
             "name": "colour",
@@ -235,7 +235,7 @@ def _decision(rng: random.Random) -> Posted:
         },
     ]
     asked = rng.sample(questions, rng.randint(1, len(questions)))
-    # With the longest text twice three questions leave no room for a canvas.
+    # With the longest text three questions may leave no room for a canvas.
     body = {"input": rng.choice(TEXTS[:-1]), "questions": asked, "joint": rng.random() < 0.5}
     return DECISIONS, {"model": "tiny", **body}
 

@@ -96,6 +96,9 @@ def signature_of(path: str) -> str:
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         return MISSING if package in ("", "vllm") else _NEEDS + package
+    except NameError as error:
+        # vLLM's executor of Ray names classes of Ray in annotations, also where Ray is not installed.
+        return f"{_NEEDS}{error.name}"
     except (ImportError, AttributeError):
         return MISSING
     if _is_inherited(owner, name):

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,5 +72,18 @@ def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
 def test_missing_package() -> None:
     """A symbol whose module needs a package that is not installed has not moved."""
     assert upstream.signature_of("no_such_package.module:x") == "needs no_such_package"
+
+
+def test_a_module_that_names_what_an_optional_package_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM's executor of Ray without Ray: nothing has moved, and a server starts."""
+    (tmp_path / "annotated_by_ray.py").write_text(
+        "class Handle:\n    reference: ObjectRef | None\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = "annotated_by_ray:Handle"
+    assert upstream.signature_of(path) == "needs ObjectRef"
+    assert upstream.moved_symbols([upstream.Symbol(path, "replaced", "(self)", ("a.py",))]) == []
     symbol = upstream.Symbol("no_such_package.module:x", "called", "(a)", ("plugin.py",))
     assert upstream.moved_symbols([symbol]) == []
