@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -70,12 +70,15 @@ def _checking_canvases(
     unaware.structured_outputs_config = None
     try:
         with failing_aloud():
+            token_ids = (
+                prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+            ) or ()
+            _check_vocabulary(token_ids, model_config.get_vocab_size())
             if plan.spec is None:
                 _check_ordinary(params, self)
             else:
                 check_params(params, self)
-                token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
-                _check_blocks(params, len(token_ids or ()), model_config)
+                _check_blocks(params, len(token_ids), model_config)
         return stock(unaware, request_id, prompt, params, *args, **kwargs)
     except Exception:
         # The next request with the same picture would leave it out, as one that the engine has.
@@ -298,6 +301,16 @@ def _logprobs(params: Any, model_config: Any, num_slots: int) -> Iterator[Proble
             f"{params.logprobs}. Lower it, or start the server with a lower --max-num-seqs."
         )
         yield "logprobs", reason, params.logprobs
+
+
+def _check_vocabulary(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Refuse a token that a checkpoint's tokenizer has and its model has not: looking it up ends the engine."""
+    if token_ids and (most := max(token_ids)) >= vocab_size:
+        refuse(
+            "prompt",
+            f"holds the token id {most}, and this model has {vocab_size} tokens; its tokenizer has more. Leave out the "
+            "text of that token.",
+        )
 
 
 def _check_blocks(params: Any, num_prompt: int, model_config: Any) -> None:

@@ -82,6 +82,29 @@ def test_logprobs_that_no_memory_holds(logprobs: int, num_slots: int, most: int)
     assert num_slots * 256 * (1 + most) * 12 <= validation.MOST_LOGPROBS_BYTES
 
 
+@pytest.mark.parametrize("autoregressive", [False, True])
+def test_tokens_that_only_the_tokenizer_has(autoregressive: bool) -> None:
+    """A prompt with an id beyond the model's vocabulary is refused, where looking it up would end the engine."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    from tests.support.admission import Processor
+    from vllm_diffusion.requests import validation
+
+    validation.install()
+    config = vllm_config(max_model_len=64)
+    replan(config, spec=None if autoregressive else diffusion_gemma_spec(4))
+    most = config.model_config.get_vocab_size()
+    for token, is_refused in ((most - 1, False), (most, True)):
+        prompt: Any = {"type": "token", "prompt_token_ids": [1, token]}
+        request = ("request", prompt, SamplingParams(), ("generate",))
+        if is_refused:
+            with pytest.raises(VLLMValidationError, match=f"id {most}.*its tokenizer has more"):
+                Processor(config).process_inputs(*request)
+        else:
+            Processor(config).process_inputs(*request)
+
+
 def test_pictures_of_a_refused_request_are_sent_again() -> None:
     """The engine never got them, and the next request must not leave them out."""
     from vllm import SamplingParams
