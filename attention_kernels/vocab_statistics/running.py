@@ -85,19 +85,15 @@ class RunningStatistics:
     @staticmethod
     def empty(num_rows: int, device: torch.device) -> RunningStatistics:
         """Make the statistics of no tile."""
-
-        def full(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.full((num_rows,), value, dtype=dtype, device=device)
-
-        return RunningStatistics(
-            maximum=full(float("-inf")),
-            total=full(0.0),
-            weighted=full(0.0),
-            argmax=full(0, torch.int64),
-            best=full(float("-inf")),
-            candidate=full(0, torch.int64),
-            drawn=full(float("-inf")),
-        )
+        # Three fills for seven tensors, each of which begins at a multiple of 16 bytes.
+        padded = -(-num_rows // 4) * 4
+        lowest = torch.full((3, padded), float("-inf"), dtype=torch.float32, device=device)
+        sums = torch.zeros(2, padded, dtype=torch.float32, device=device)
+        ids = torch.zeros(2, padded, dtype=torch.int64, device=device)
+        maximum, best, drawn = lowest[:, :num_rows]
+        total, weighted = sums[:, :num_rows]
+        argmax, candidate = ids[:, :num_rows]
+        return RunningStatistics(maximum, total, weighted, argmax, best, candidate, drawn)
 
     def entropy(self) -> Tensor:
         """[num_rows], float32, nats, of softmax(x); 0 where no id is possible."""

@@ -294,3 +294,16 @@ def test_wrong_products_are_named(change, named):
     }
     with pytest.raises(ValueError, match=named):
         add_product(**(given | change))
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 256])
+def test_empty_statistics_are_aligned(num_rows):
+    """Each tensor begins at a multiple of 16 bytes of its buffer, as Triton's kernels were compiled for."""
+    running = RunningStatistics.empty(num_rows, torch.device("cpu"))
+    for tensor in vars(running).values():
+        assert tensor.shape == (num_rows,)
+        assert tensor.is_contiguous()
+        assert tensor.storage_offset() * tensor.element_size() % 16 == 0
+    assert running.maximum.tolist() == running.best.tolist() == [float("-inf")] * num_rows
+    assert running.total.tolist() == running.weighted.tolist() == [0.0] * num_rows
+    assert running.argmax.dtype == running.candidate.dtype == torch.int64
