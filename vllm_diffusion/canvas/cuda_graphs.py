@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 # What the driver keeps of a graph besides its tensors; vLLM counts at least as much of its own.
 BYTES_OF_A_GRAPH = 2**20
@@ -116,3 +117,28 @@ def compiled(
     if backend is None:
         return function
     return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+
+
+def compiled_by_rows(function: Callable[..., Result], backend: str | None) -> Callable[..., Result]:
+    """Compile ``function`` once for any number of rows, or return it as it is without a backend.
+
+    Fit for functions that select, copy or multiply: a fusion that adds or divides may round differently on a GPU.
+
+    Args:
+        function: Called with tensors [num_rows, ...], or tuples of them, and by keyword with what keeps its shape.
+        backend: Backend of ``torch.compile``.
+    """
+    if backend is None:
+        return function
+    run = torch.compile(function, fullgraph=True, backend=backend)
+
+    def call(*by_row: Any, **others: Any) -> Result:
+        # The compiler takes 0 and 1 for constants: such calls are too rare to compile for in the middle of serving.
+        if len(by_row[0]) < 2:
+            return function(*by_row, **others)
+        for tensor in tree_leaves(by_row):
+            if tensor is not None:
+                torch._dynamo.mark_dynamic(tensor, 0)
+        return run(*by_row, **others)
+
+    return call

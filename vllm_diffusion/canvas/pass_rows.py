@@ -164,6 +164,7 @@ class PassRows:
         offset: [N], int64: rows from the first of its request to it.
         of_slots: The decision's inputs, as if there were no constraints; the sampler fills in seeds.
         requests: Requests of the pass, on the host.
+        compile_backend: Backend of ``torch.compile`` for the small functions of a pass; ``None`` runs them eagerly.
     """
 
     def __init__(self, slots: CanvasSlots, max_rows: int, compile_backend: str | None) -> None:
@@ -176,6 +177,7 @@ class PassRows:
                 function; ``None`` runs its operations one by one.
         """
         self.slots = slots
+        self.compile_backend = compile_backend
         R, N, device = slots.num_slots, max_rows, slots.device
         # Compiled for the largest pass, so that it is compiled once; else as long as the pass is.
         self._most = None if compile_backend is None else N

@@ -21,10 +21,10 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 
 from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws, RowLogits
-from vllm_diffusion.canvas.cuda_graphs import Capture, GraphedFunction
+from vllm_diffusion.canvas.cuda_graphs import Capture, GraphedFunction, compiled_by_rows
 from vllm_diffusion.canvas.pass_rows import PassRows, rows_of
-from vllm_diffusion.canvas.slots import CanvasSlots
 from vllm_diffusion.canvas.step import CanvasStep, StepOutput
+from vllm_diffusion.decoding.canvas_spec import PositionStatistics
 from vllm_diffusion.sampling.kept_rows import draw_filtered
 from vllm_diffusion.sampling.logprobs import IMPOSSIBLE, no_logprobs, row_logprobs, write_rows
 from vllm_diffusion.sampling.output_head import OutputHead
@@ -47,7 +47,7 @@ class RowStatistics:
 
     def __init__(
         self,
-        slots: CanvasSlots,
+        pass_rows: PassRows,
         head: OutputHead,
         constraints: ConstraintTensors,
         store_soft_embeds: StoreSoftEmbeds,
@@ -55,16 +55,18 @@ class RowStatistics:
         """Allocate for all slots.
 
         Args:
-            slots: The canvases.
+            pass_rows: The rows of the pass.
             head: The projection onto the vocabulary.
             constraints: Constraints of the pass.
             store_soft_embeds: Called if ``head`` has an embedding.
         """
+        slots = pass_rows.slots
         self.head = head
         self.of_slots = slots.spec.statistics(slots.num_slots, slots.device)
         self._named_tokens = slots.spec.rule.named_tokens
         self._constraints = constraints
         self._store_soft_embeds = store_soft_embeds
+        self._write = compiled_by_rows(self._write_to_slots, pass_rows.compile_backend)
 
     def sample(
         self,
@@ -95,13 +97,16 @@ class RowStatistics:
             named_tokens=self._named_tokens,
             allowed_ids=used.allowed_ids,
         )
-        statistics.write(slot, position, results)
-        if results.soft_embeds is not None:
-            soft_embeds = results.soft_embeds
+        soft_embeds = results.soft_embeds
+        self._write(slot, position, results._replace(soft_embeds=None))
+        if soft_embeds is not None:
             if adjustments is not None:
                 restart = self._constraints.restart(selected.rows)
                 soft_embeds = torch.where(restart[:, None], 0.0, soft_embeds)
             self._store_soft_embeds(soft_embeds, slot, position)
+
+    def _write_to_slots(self, slot: Tensor, position: Tensor, values: PositionStatistics) -> None:
+        self.of_slots.write(slot, position, values)
 
 
 # Canvases of the largest pass with settings that has a graph of its adjusted rows.

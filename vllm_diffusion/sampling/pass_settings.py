@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws
+from vllm_diffusion.canvas.cuda_graphs import compiled_by_rows
 from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
 from vllm_diffusion.canvas.step import temperatures
@@ -157,6 +158,7 @@ class PassSettings:
         # By slot: its steps need margins.
         self._reads_margin = np.zeros(R, dtype=bool)
         self._is_staged = False
+        self._draws = compiled_by_rows(self._draws_of, pass_rows.compile_backend)
 
     def add_request(self, slot: int, sampling_params: Any) -> None:
         """Stage the settings of ``slot``'s new owner."""
@@ -256,17 +258,22 @@ class PassSettings:
 
     def draws(self, some: SelectedRows) -> RowDraws:
         """Temperatures of rows, and the keys of their draws."""
-        slots, slot = self._slots, some.slot
-        judged, drawn = temperatures(slots, self.temperature)
-        draws = RowDraws(
+        # Uncompiled, since it adds and divides.
+        judged, drawn = temperatures(self._slots, self.temperature)
+        draws = self._draws(some.slot, some.position, judged=judged, drawn=drawn)
+        layout = self._slots.spec.layout
+        return layout.draws(draws, some.committed, some.seeding, some.drawn_at)
+
+    def _draws_of(self, slot: Tensor, position: Tensor, judged: Tensor, drawn: Tensor) -> RowDraws:
+        slots = self._slots
+        return RowDraws(
             judged[slot],
             drawn[slot],
             self._pass_rows.of_slots.seed[slot],
             slots.canvas_idx[slot],
             slots.step[slot],
-            some.position.to(torch.int32),
+            position.to(torch.int32),
         )
-        return slots.spec.layout.draws(draws, some.committed, some.seeding, some.drawn_at)
 
     def adjustments_of(self, some: SelectedRows, used: UsedSettings) -> LogitAdjustments | None:
         """Adjustments of the logits of rows; ``None`` if none are used.

@@ -85,7 +85,7 @@ class DiffusionSampler:
             vocab_size=slots.vocab_size,
             device=slots.device,
         )
-        statistics = RowStatistics(slots, head, self.constraints, store_soft_embeds)
+        statistics = RowStatistics(pass_rows, head, self.constraints, store_soft_embeds)
         self._num_likeliest = statistics.of_slots.num_likeliest
         self.settings = PassSettings(
             stock_sampler,

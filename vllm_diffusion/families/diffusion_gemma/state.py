@@ -12,7 +12,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_diffusion.canvas.cuda_graphs import Capture, GraphedFunction
+from vllm_diffusion.canvas.cuda_graphs import Capture, GraphedFunction, compiled_by_rows
 from vllm_diffusion.canvas.slots import Phase
 from vllm_diffusion.families.diffusion_gemma.adapters import EncoderDecoderAdapters
 from vllm_diffusion.runner.model_state import BlockDiffusionModelState
@@ -41,6 +41,7 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
             self.max_num_tokens, hidden_size, dtype=self.dtype, device=device
         )
         self._embed_canvases = GraphedFunction(self._condition_canvases)
+        self._compile(self.pass_rows.compile_backend)
         # Made with the model where --enable-lora asks for it.
         self._adapters: EncoderDecoderAdapters | None = getattr(model, "lora_manager", None)
         self._mm_embeds: tuple[list[Tensor], Tensor] | None = None
@@ -50,6 +51,11 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
         )
         # Of each request: the first token of an image, and the one after its last.
         self._image_spans: dict[str, list[tuple[int, int]]] = {}
+
+    def _compile(self, backend: str | None) -> None:
+        self._read = compiled_by_rows(self._read_canvases, backend)
+        self._write = compiled_by_rows(self._write_embeds, backend)
+        self._store = compiled_by_rows(self._store_scaled, backend)
 
     def output_head(self) -> OutputHead:
         return OutputHead.of(
@@ -61,8 +67,12 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
         )
 
     def store_soft_embeds(self, soft_embeds: Tensor, slot: Tensor, position: Tensor) -> None:
-        scaled = soft_embeds * self.model.model.normalizer
-        self.soft_embeds[slot, position] = scaled.to(self.dtype)
+        self._store(slot, position, soft_embeds, normalizer=self.model.model.normalizer)
+
+    def _store_scaled(
+        self, slot: Tensor, position: Tensor, soft_embeds: Tensor, normalizer: Tensor
+    ) -> None:
+        self.soft_embeds[slot, position] = (soft_embeds * normalizer).to(self.dtype)
 
     def add_request(self, req_index: int, new_req_data: Any) -> None:
         super().add_request(req_index, new_req_data)
@@ -93,7 +103,7 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
         places, num_rows = self.pass_rows, input_batch.num_draft_tokens
         rows = places.index[:num_rows]
         if self._adapters is not None:
-            self._adapters.assign_rows(rows, self._is_denoised(num_rows))
+            self._adapters.assign_rows(rows, self._is_denoised(places.slot[:num_rows]))
         is_decoder_row = self.model.is_decoder_row
         if is_decoder_row is not None and num_rows < input_batch.num_tokens:
             # Known tokens are the encoder's. Where there are none, every row is written below.
@@ -105,9 +115,9 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
             self._embed_canvases(rows)
         return {"inputs_embeds": self._inputs_embeds[: input_batch.num_tokens_after_padding]}
 
-    def _is_denoised(self, num_rows: int) -> Tensor:
+    def _is_denoised(self, slot: Tensor) -> Tensor:
         """Tell canvas rows of the decoder, [num_rows], bool, from those of finished canvases, which are the encoder's."""
-        phase: Tensor = self.slots.phase[self.pass_rows.slot[:num_rows]]
+        phase: Tensor = self.slots.phase[slot]
         return phase != int(Phase.COMMITTING)
 
     def _embed_known_tokens(self, input_batch: InputBatch) -> None:
@@ -132,19 +142,37 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
         Args:
             rows: [num_rows], int64, where in the pass they are: the beginning of ``pass_rows.index``.
         """
-        slots, places = self.slots, self.pass_rows
+        places = self.pass_rows
         slot, position = places.slot[: len(rows)], places.position[: len(rows)]
-        # The first step of a canvas has nothing to go by; a pinned position is given none.
-        has_signal = (slots.step[slot] > 0) & ~slots.pinned[slot, position]
-        signal = torch.where(has_signal[:, None], self.soft_embeds[slot, position], 0)
-        plain = self.model.embed_input_ids(slots.canvas[slot, position])
+        tokens, signal = self._read(slot, position)
+        plain = self.model.embed_input_ids(tokens)
         if self._adapters is not None:
             self._adapters.assign_canvas_rows(rows)
         conditioned = self.model.self_conditioning(plain, signal)
-        is_denoised = self._is_denoised(len(rows))
+        is_decoder_row = self.model.is_decoder_row
+        self._write(rows, slot, conditioned, plain, is_decoder_row=is_decoder_row)
+
+    def _read_canvases(self, slot: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens of canvas rows, [num_rows], int64, and signals of their last step, [num_rows, hidden_size]."""
+        slots = self.slots
+        # The first step of a canvas has nothing to go by; a pinned position is given none.
+        has_signal = (slots.step[slot] > 0) & ~slots.pinned[slot, position]
+        signal = torch.where(has_signal[:, None], self.soft_embeds[slot, position], 0)
+        return slots.canvas[slot, position], signal
+
+    def _write_embeds(
+        self,
+        rows: Tensor,
+        slot: Tensor,
+        conditioned: Tensor,
+        plain: Tensor,
+        is_decoder_row: Tensor | None,
+    ) -> None:
+        """Write the embeddings of canvas rows, [num_rows, hidden_size] each, and whose they are."""
+        is_denoised = self._is_denoised(slot)
         self._inputs_embeds[rows] = torch.where(is_denoised[:, None], conditioned, plain)
-        if self.model.is_decoder_row is not None:
-            self.model.is_decoder_row[rows] = is_denoised
+        if is_decoder_row is not None:
+            is_decoder_row[rows] = is_denoised
 
     def capture_graphs(self, capture: Capture, max_canvases: int) -> None:
         super().capture_graphs(capture, max_canvases)

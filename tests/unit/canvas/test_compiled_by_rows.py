@@ -1,0 +1,133 @@
+"""Small functions of a pass, compiled once for any number of rows, and bit for bit as they are run eagerly."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.specs import diffusion_gemma_spec
+from vllm_diffusion.canvas.cuda_graphs import compiled_by_rows
+from vllm_diffusion.canvas.pass_rows import PassRows
+from vllm_diffusion.canvas.slots import CanvasSlots, Phase
+from vllm_diffusion.decoding.canvas_spec import PositionStatistics
+from vllm_diffusion.families.diffusion_gemma.state import DiffusionGemmaModelState
+from vllm_diffusion.sampling.pass_graphs import RowStatistics
+from vllm_diffusion.sampling.pass_settings import PassSettings
+from vllm_diffusion.startup.machine import has_cpp_compiler
+
+pytestmark = pytest.mark.engine
+
+SLOTS, CANVAS, VOCAB, HIDDEN = 5, 8, 50, 24
+MOST_ROWS = 2 * SLOTS * CANVAS
+CPU = torch.device("cpu")
+BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
+
+
+def rows_of_slots(num_canvases: int) -> tuple[Tensor, Tensor]:
+    """Slot and position of each row of some whole canvases, the last slots first; a narrow one of 3 rows for 0."""
+    if num_canvases == 0:
+        return torch.full((3,), 2), torch.arange(3)
+    slots = torch.arange(SLOTS).flip(0)[:num_canvases]
+    return slots.repeat_interleave(CANVAS), torch.arange(CANVAS).repeat(num_canvases)
+
+
+class Pass:
+    """Functions of passes whose slots are all in other states."""
+
+    def __init__(self, backend: str | None, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._generator = generator
+        slots = CanvasSlots(SLOTS, diffusion_gemma_spec(CANVAS, 4), VOCAB, CPU)
+        slots.canvas.random_(VOCAB, generator=generator)
+        slots.step.copy_(torch.tensor([0, 1, 2, 3, 1]))
+        slots.pinned.copy_(torch.rand(SLOTS, CANVAS, generator=generator) < 0.3)
+        slots.phase[1] = int(Phase.COMMITTING)
+        places = PassRows(slots, MOST_ROWS, backend)
+        places.of_slots.seed.random_(generator=generator)
+        self.slots, self.places = slots, places
+
+        state = object.__new__(DiffusionGemmaModelState)
+        state.slots, state.pass_rows, state.dtype = slots, places, dtype
+        state.soft_embeds = self.floats(SLOTS, CANVAS, HIDDEN).to(dtype)
+        state._inputs_embeds = torch.zeros(MOST_ROWS, HIDDEN, dtype=dtype)
+        state._adapters = None
+        table = self.floats(VOCAB, HIDDEN).to(dtype)
+        state.model = SimpleNamespace(
+            embed_input_ids=lambda ids: table[ids],
+            self_conditioning=lambda plain, signal: signal - plain,
+            is_decoder_row=torch.zeros(MOST_ROWS, dtype=torch.bool),
+            model=SimpleNamespace(normalizer=torch.tensor(HIDDEN**0.5, dtype=dtype)),
+        )
+        state._compile(backend)
+        self.state = state
+
+        stock: Any = SimpleNamespace(
+            sampling_states=None,
+            logprob_token_ids_state=None,
+            req_states=SimpleNamespace(num_computed_tokens=SimpleNamespace(gpu=slots.step)),
+            logprobs_mode="raw_logprobs",
+        )
+        self.settings = PassSettings(stock, slots, places, None, self_conditions=True)
+        self.settings.temperature.copy_(torch.tensor([0.0, 1.0, 0.7, 0.3, 1.9]))
+        self.statistics = RowStatistics(places, None, None, state.store_soft_embeds)
+
+    def floats(self, *shape: int) -> Tensor:
+        """Random numbers."""
+        return torch.randn(*shape, generator=self._generator)
+
+    def run(self, num_canvases: int) -> list[Tensor]:
+        """Run each function for some canvases, and return all that was made and written."""
+        slot, position = rows_of_slots(num_canvases)
+        n = len(slot)
+        self.places.slot[:n], self.places.position[:n] = slot, position
+        self.state._condition_canvases(torch.arange(n).flip(0) + 4)
+        draws = self.settings.draws(self.settings.select(slice(n)))
+        values = PositionStatistics(
+            argmax=torch.randint(VOCAB, (n,), generator=self._generator),
+            candidate=torch.randint(VOCAB, (n,), generator=self._generator),
+            entropy=self.floats(n),
+            drawn_confidence=self.floats(n),
+            confidence=self.floats(n),
+        )
+        self.statistics._write(slot, position, values)
+        self.state.store_soft_embeds(self.floats(n, HIDDEN), slot, position)
+        held = [x for x in self.statistics.of_slots if x is not None]
+        written = [self.state._inputs_embeds, self.state.soft_embeds, *held]
+        return [x.clone() for x in (*draws, self.state.model.is_decoder_row, *written)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_functions_of_rows_are_compiled_once_and_equal_to_eager(backend, dtype):
+    """Another number of canvases recompiles none of the functions of embedding and sampling, and changes no bit."""
+    if backend == "inductor" and not has_cpp_compiler():
+        pytest.skip("no C++ compiler")
+    eager, compiled = Pass(None, dtype), Pass(backend, dtype)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for num_canvases in (4, 2, 1, 0, 3, 5):
+            expected, found = eager.run(num_canvases), compiled.run(num_canvases)
+            for one, other in zip(expected, found, strict=True):
+                assert one.dtype == other.dtype
+                assert torch.equal(one, other)
+
+
+def test_one_row_and_none_are_not_compiled():
+    """A pass of one row, as a narrow canvas may be, does not wait for a compiler."""
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(inputs)
+        return graph.forward
+
+    double = compiled_by_rows(lambda rows: rows * 2, backend)
+    assert double(torch.ones(1)).tolist() == [2.0]
+    assert double(torch.ones(0)).tolist() == []
+    assert not compiled
+    assert double(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
+    assert double(torch.ones(4)).tolist() == [2.0] * 4
+    assert len(compiled) == 1
