@@ -35,13 +35,15 @@ from vllm_diffusion.requests.tool_calls.value_forms import (
 
 CALL_START = "<|tool_call>"
 CALL_END = "<tool_call|>"
-# Rules that all tools have in common. Beyond 4,300 digits Python reads no integer, and beyond 1e308 no number.
+# Rules that all tools have in common. Beyond 4,300 digits Python reads no integer, and beyond 1e308 no number. A key is one
+# that the reader takes as it stands, such as $gt, Content-Type or Due date, without a quotation mark, as JSON would begin it.
 _BASIC_RULES = r"""
 integer: /-?(0|[1-9][0-9]{0,17})/
 number: /-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,2})?/
 boolean: "true" | "false"
 null: "null"
-key: /[a-zA-Z_][a-zA-Z0-9_]{0,63}/
+key: KEY
+KEY: /[^\s:,{}\[\]<"\x00-\x1f\x7f]( ?[^\s:,{}\[\]<"\x00-\x1f\x7f]){0,63}/
 anything: string | number | boolean | null | list | record
 list: "[" (anything ("," anything)*)? "]"
 record: "{" (key ":" anything ("," key ":" anything)*)? "}"

@@ -379,6 +379,25 @@ def test_strings_that_a_pattern_allows(tokenizer, compiler):
 
 
 @pytest.mark.parametrize(
+    ("key", "is_key"),
+    [
+        *[(key, True) for key in ("$gt", "a.b", "Content-Type", "Due date", "2024", "é", "/x/@y")],
+        *[(key, False) for key in ('"a"', " a", "a ", "a<", "a[0]", "")],
+    ],
+)
+def test_keys_of_a_free_object(tokenizer, compiler, key, is_key):
+    """An object with any properties, as a filter of a database is, may have every name that the reader takes as it stands."""
+    parameters = {"type": "object", "properties": {"a": {"type": "object"}}}
+    request = gemma_parser(tokenizer).adjust_request(tool_request([tool(parameters, strict=True)]))
+    call = f"<|tool_call>call:store{{a:{{b:{{{key}:5}}}}}}<tool_call|>"
+    tokens = tokenizer.encode(call, add_special_tokens=False)
+    assert machine(compiler, request).accept_tokens("", tokens) == is_key
+    if is_key:
+        ((_, arguments),) = read_whole(tokenizer, request, tokens)
+        assert json.loads(arguments) == {"a": {"b": {key: 5}}}
+
+
+@pytest.mark.parametrize(
     ("fields", "texts"),
     [
         ({"json": {"type": "object", "properties": {"b": TEXT}}}, ['{"b": "x"}', "{}"]),
