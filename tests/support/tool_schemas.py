@@ -84,6 +84,21 @@ def _arrays(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
+def _one_of(schemas: list[dict[str, Any]]) -> dict[str, Any]:
+    """Objects that are told apart by a property that each one requires alone."""
+    return {
+        "oneOf": [
+            {
+                **schema,
+                "properties": {**schema["properties"], f"only {i}": {}},
+                "required": [*schema["required"], f"only {i}"],
+                "additionalProperties": True,
+            }
+            for i, schema in enumerate(schemas)
+        ]
+    }
+
+
 VALUES = st.recursive(
     SCALARS,
     lambda inner: st.one_of(
@@ -92,6 +107,7 @@ VALUES = st.recursive(
         _objects(inner).map(lambda schema: {"anyOf": [schema, {"type": "null"}]}),
         _arrays(inner).map(lambda schema: {"oneOf": [{"type": "null"}, schema]}),
         st.lists(inner, min_size=2, max_size=3).map(lambda schemas: {"anyOf": schemas}),
+        st.lists(_objects(inner), min_size=2, max_size=3).map(_one_of),
         inner.map(lambda schema: {"type": "object", "additionalProperties": schema}),
     ),
     max_leaves=5,

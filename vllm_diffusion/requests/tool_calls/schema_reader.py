@@ -9,6 +9,7 @@ call that follows the grammar always has arguments that satisfy the schema.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -333,7 +334,8 @@ def _any_of(values: list[Value], path: str, *, disjoint: bool) -> Value:
     merged: dict[str, tuple[Form, ...]] = {}
     for value in values:
         for name, forms in value.forms.items():
-            if name in merged and disjoint:
+            pairs = itertools.product(merged.get(name, ()), forms)
+            if disjoint and not all(_are_apart(*pair) for pair in pairs):
                 raise ToolSchemaError(
                     f"{path}.oneOf has two alternatives of type {name}, which one value could satisfy; use anyOf"
                 )
@@ -341,6 +343,39 @@ def _any_of(values: list[Value], path: str, *, disjoint: bool) -> Value:
     if disjoint and {"integer", "number"} <= merged.keys():
         raise ToolSchemaError(f"{path}.oneOf has an integer that is a number too; use anyOf")
     return Value(merged)
+
+
+def _are_apart(one: Form, other: Form) -> bool:
+    """Return true if what is written in one of two forms never satisfies the schema of the other."""
+    return (
+        isinstance(one, Members)
+        and isinstance(other, Members)
+        and _lacks(one, other)
+        and _lacks(other, one)
+    )
+
+
+def _lacks(own: Members, other: Members) -> bool:
+    """Return true if an object in one form always misses a property that another form requires."""
+    if own.others is not None:
+        return False
+    for name in other.required:
+        if name not in own.properties:
+            return True
+        written, needed = _listed_texts(own.properties[name]), _listed_texts(other.properties[name])
+        if written is not None and needed is not None and not written & needed:
+            return True
+    return False
+
+
+def _listed_texts(value: Value) -> set[str] | None:
+    """Return the strings that a value lists; ``None`` if it may be anything else."""
+    forms = value.forms.get("string", ())
+    if value.forms.keys() != {"string"} or any(
+        not isinstance(form, Scalar) or form.values is None for form in forms
+    ):
+        return None
+    return {text for form in forms if isinstance(form, Scalar) for text in form.values or ()}
 
 
 def _restricted(value: Value, schema: Mapping[str, Any], path: str) -> Value:

@@ -264,6 +264,15 @@ NESTED = functools.reduce(lambda inner, _: [inner], range(40), [])
         ({"allOf": [TEXT, TEXT]}, "allOf is not supported"),
         ({"anyOf": [TEXT], "maxLength": 3}, "anyOf together with maxLength"),
         ({"oneOf": [{"type": "object"}, {"type": "object"}]}, "two alternatives of type object"),
+        (
+            {
+                "oneOf": [
+                    {"type": "object", "properties": {"a": TEXT}, "required": ["a"]},
+                    {"type": "object", "properties": {"a": TEXT, "b": TEXT}, "required": ["b"]},
+                ]
+            },
+            "two alternatives of type object",
+        ),
         ({"enum": [[{"b:": 1}]]}, "'b:'"),
         ({"const": NESTED}, "levels"),
         ({"enum": []}, "allows no value"),
@@ -321,6 +330,23 @@ SERVED = [
             for kind in ("string", "boolean")
         ]
     },
+    {
+        "oneOf": [
+            {"type": "object", "properties": {"id": TEXT}, "required": ["id"]},
+            {
+                "type": "object",
+                "properties": {"kind": {"const": "base"}, "base": TEXT},
+                "required": ["base"],
+                "additionalProperties": True,
+            },
+            {
+                "type": "object",
+                "properties": {"kind": {"const": "top"}},
+                "required": ["kind"],
+            },
+        ]
+    },
+    {"oneOf": [{"anyOf": [{"type": "string", "maxLength": 3}, TEXT]}, {"type": "null"}]},
     {"anyOf": [TEXT, {"type": "integer", "minimum": 3}]},
     {"anyOf": [TEXT, {"type": "array", "items": TEXT}]},
     {"anyOf": [TEXT, {"enum": [1, 2]}, {"type": "object", "properties": {"b": TEXT}}]},
