@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NewType
 
 from vllm_diffusion.hooks.replacement import stock_value
 
@@ -133,6 +133,9 @@ def has_field(cls: Any, name: str) -> bool:
 def _described(value: Any) -> str:
     if isinstance(value, type):
         return "class"
+    if isinstance(value, NewType):
+        # Its signature is that of a class of Python, which has one since 3.13.
+        return "NewType"
     if not callable(value):
         # Its type is left out: it follows the environment (vllm.envs) and the platform (current_platform).
         return "data"
@@ -141,8 +144,9 @@ def _described(value: Any) -> str:
     if names is not None:
         return f"kernel({', '.join(names)})"
     try:
-        # Default values that are objects print their address.
-        return re.sub(r" at 0x[0-9a-f]+", "", str(inspect.signature(value)))
+        # Default values that are objects print their address. Python 3.13 has its paths in another module.
+        text = str(inspect.signature(value)).replace("pathlib._local.", "pathlib.")
+        return re.sub(r" at 0x[0-9a-f]+", "", text)
     except (TypeError, ValueError):
         return type(value).__name__
 

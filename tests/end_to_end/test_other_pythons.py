@@ -1,0 +1,58 @@
+"""The package on the Pythons that it promises besides the one that runs the tests, in environments of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(2400)]
+
+ROOT = Path(__file__).resolve().parents[2]
+# Of the parts that differ most from Python to Python: settings, schemas, start-up and the engine's process.
+TESTS = (
+    "tests/unit/decoding/test_layouts.py",
+    "tests/unit/requests/test_arguments.py",
+    "tests/unit/requests/test_json_schema.py",
+    "tests/unit/startup/test_published_checkpoints.py",
+    "tests/integration/test_sampling_params.py",
+)
+
+
+def interpreter(version: str) -> str | None:
+    """The path of a Python, where pyenv or the system has it."""
+    root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    found = sorted(root.glob(f"versions/{version}.*/bin/python"))
+    return str(found[-1]) if found else shutil.which(f"python{version}")
+
+
+def run(*command: str, **options: object) -> str:
+    """What a command prints; its end is shown if it fails."""
+    unset = ("PYTHONPATH", "VIRTUAL_ENV", "VLLM_ENABLE_V1_MULTIPROCESSING", "TRITON_INTERPRET")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, **options)
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
+    return ended.stdout
+
+
+@pytest.mark.parametrize("version", ["3.12", "3.13"])
+def test_it_installs_answers_and_passes_tests(version: str, tmp_path: Path) -> None:
+    """A wheel installs in a new environment, the demo answers there, and some hundred tests pass."""
+    python = interpreter(version)
+    if python is None:
+        pytest.skip(f"needs Python {version}")
+    uv = str(Path(sys.executable).with_name("uv"))
+    run(uv, "build", "--wheel", "--out-dir", str(tmp_path), cwd=ROOT)
+    (wheel,) = tmp_path.glob("*.whl")
+    own = tmp_path / "venv/bin"
+    run(uv, "venv", "--python", python, str(own.parent))
+    tools = ("pytest", "pytest-timeout", "hypothesis", "pyyaml")
+    run(uv, "pip", "install", "--python", str(own / "python"), str(wheel), *tools, cwd=tmp_path)
+    assert "15" in run(str(own / "vllm-diffusion"), "demo", "What is 7+8?", cwd=tmp_path)
+    said = run(str(own / "python"), "-m", "pytest", "-q", "-m", "not slow", *TESTS, cwd=ROOT)
+    assert " passed" in said
+    assert "failed" not in said
