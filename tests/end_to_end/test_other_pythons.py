@@ -50,7 +50,7 @@ def test_it_installs_answers_and_passes_tests(version: str, tmp_path: Path) -> N
     (wheel,) = tmp_path.glob("*.whl")
     own = tmp_path / "venv/bin"
     run(uv, "venv", "--python", python, str(own.parent))
-    tools = ("pytest", "pytest-timeout", "hypothesis", "pyyaml")
+    tools = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "pillow")
     run(uv, "pip", "install", "--python", str(own / "python"), str(wheel), *tools, cwd=tmp_path)
     assert "15" in run(str(own / "vllm-diffusion"), "demo", "What is 7+8?", cwd=tmp_path)
     said = run(str(own / "python"), "-m", "pytest", "-q", "-m", "not slow", *TESTS, cwd=ROOT)
