@@ -308,8 +308,8 @@ def _check_vocabulary(token_ids: Sequence[int], vocab_size: int) -> None:
     if token_ids and (most := max(token_ids)) >= vocab_size:
         refuse(
             "prompt",
-            f"holds the token id {most}, and this model has {vocab_size} tokens; its tokenizer has more. Leave out the "
-            "text of that token.",
+            f"holds the token id {most}, which is out of this model's vocabulary of {vocab_size} tokens (a tokenizer "
+            "may have more than its model); leave out that token or its text.",
         )
 
 

@@ -99,7 +99,9 @@ def test_tokens_that_only_the_tokenizer_has(autoregressive: bool) -> None:
         prompt: Any = {"type": "token", "prompt_token_ids": [1, token]}
         request = ("request", prompt, SamplingParams(), ("generate",))
         if is_refused:
-            with pytest.raises(VLLMValidationError, match=f"id {most}.*its tokenizer has more"):
+            with pytest.raises(
+                VLLMValidationError, match=f"id {most}.*vocabulary of {most} tokens"
+            ):
                 Processor(config).process_inputs(*request)
         else:
             Processor(config).process_inputs(*request)
