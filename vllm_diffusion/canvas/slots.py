@@ -143,6 +143,12 @@ class SlotFeatures:
         self.pinned.discard(slot)
         self.one_step.discard(slot)
 
+    def held_to(self, slots: Sequence[int]) -> frozenset[int] | None:
+        """Return all ids whose probabilities are read of some slots; ``None`` if one of them is not held to a few."""
+        if not self.allowed_ids.keys() >= set(slots):
+            return None
+        return frozenset().union(*(self.allowed_ids[slot] for slot in slots))
+
 
 class CanvasSlots:
     """The canvases of all running requests.

@@ -38,7 +38,9 @@ def run(arguments: argparse.Namespace) -> int:
         ]
         if not rows:
             continue
-        print(f"{chr(10) if found else ''}{family.name} ({family.architecture})")
+        if found:
+            print()
+        print(f"{family.name} ({family.architecture})")
         found = True
         print(f"  checked: {family.checked}\n  open: {family.open}")
         cells = [

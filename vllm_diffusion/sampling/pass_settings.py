@@ -210,15 +210,17 @@ class PassSettings:
             states.min_p.np[slots] != 0.0,
         )
         names_ids = self.token_ids.num_token_ids.np[slots] > 0
-        sampled, one_step = slots[requests.num_rows > 0], self._slots.features.one_step
+        sampled, features = slots[requests.num_rows > 0], self._slots.features
         used = UsedSettings(
             self.adjustments.used_by(sampled, num_masks),
             filtered=requests.rows_of(
                 np.logical_or.reduce((*has_filter, self._reads_margin[slots]))
             ),
             reported=requests.rows_of((num_logprobs >= 0) | names_ids),
-            allowed_ids=self.adjustments.allowed_ids(sampled),
-            has_next_step=not (self._self_conditions and one_step.issuperset(sampled.tolist())),
+            allowed_ids=features.held_to(sampled.tolist()),
+            has_next_step=not (
+                self._self_conditions and features.one_step.issuperset(sampled.tolist())
+            ),
         )
         if used.filtered is not None:
             # Without a filter that no request of the pass has.
@@ -231,7 +233,7 @@ class PassSettings:
                 num_top=max(int(num_logprobs.max()), 0),
                 num_named=self.token_ids.max_num_token_ids(slots),
                 reads_some=self.adjustments.has_readable(slots),
-                reports_pinned=not self._slots.features.pinned.isdisjoint(slots.tolist()),
+                reports_pinned=not features.pinned.isdisjoint(slots.tolist()),
             )
         return used
 

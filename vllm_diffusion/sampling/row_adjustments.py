@@ -223,7 +223,6 @@ class RowAdjustments:
         # By slot.
         self._listed: dict[int, _SlotNumbers] = {}
         self._penalised: set[int] = set()
-        self._readable: dict[int, tuple[int, ...]] = {}
         self._is_staged = False
 
         # One tensor, so that one copy fills it.
@@ -280,7 +279,6 @@ class RowAdjustments:
         other = 0.0
         readable_row = always = early = -1
         if readable is not None:
-            self._readable[slot] = readable
             listed, other = dict.fromkeys(readable, 0.0), _FORBIDDEN
             readable_row = always = _NUM_LISTS * slot + _READABLE
             self._lists.write(readable_row, listed, other)
@@ -303,7 +301,6 @@ class RowAdjustments:
     def remove_request(self, slot: int) -> None:
         """Forget ``slot``'s settings; the device's are not read until it has an owner."""
         self._listed.pop(slot, None)
-        self._readable.pop(slot, None)
         if self._thought_ends is not None:
             self._thought_ends.remove_request(slot)
         self._penalised.discard(slot)
@@ -391,18 +388,8 @@ class RowAdjustments:
         return adjustments
 
     def has_readable(self, slots: np.ndarray) -> bool:
-        """Return true if some slots read a few ids alone."""
-        return not self._readable.keys().isdisjoint(slots.tolist())
-
-    def allowed_ids(self, slots: np.ndarray) -> frozenset[int] | None:
-        """Return all ids that slots may draw and report, or ``None`` if one of them is not held to a few.
-
-        Args:
-            slots: [num_reqs], slots that have rows.
-        """
-        if not self._readable.keys() >= set(slots.tolist()):
-            return None
-        return frozenset().union(*(self._readable[slot] for slot in slots.tolist()))
+        """Return true if some read-only slots report a few ids alone."""
+        return any(own.readable >= 0 for slot in slots if (own := self._listed.get(int(slot))))
 
     def bind_readable(self, slot: Tensor) -> LogitAdjustments:
         """Bind the ids that read-only canvases report.
@@ -410,7 +397,7 @@ class RowAdjustments:
         Args:
             slot: [num_rows], int64, of the rows that are reported.
         """
-        lists = tuple(_NUM_LISTS * slot + _READABLE for slot in self._readable)
+        lists = tuple(own.readable for own in self._listed.values() if own.readable >= 0)
         return self.none(len(slot))._replace(**self._read(self._numbers.readable[slot], lists))
 
     def none(self, num_rows: int) -> LogitAdjustments:

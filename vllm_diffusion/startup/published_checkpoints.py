@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -73,7 +73,6 @@ class CheckpointFamily:
         name: For users.
         architecture: In their ``config.json``.
         checkpoint: The checkpoints.
-        licence: Of those that name no other.
         checked: What was held to what.
         open: What is not known.
         options: Of ``vllm serve``.
@@ -82,10 +81,9 @@ class CheckpointFamily:
     name: str
     architecture: str
     checkpoint: tuple[Checkpoint, ...]
-    licence: str
     checked: str
     open: str
-    options: str = field(default="")
+    options: str = ""
 
     def command(self, checkpoint: Checkpoint) -> str:
         """Return the line that serves one of the checkpoints."""
@@ -103,4 +101,4 @@ def checkpoint_families() -> tuple[CheckpointFamily, ...]:
 
 def _family(checkpoint: list[dict[str, Any]], licence: str, **family: str) -> CheckpointFamily:
     rows = tuple(Checkpoint(**{"licence": licence, **row}) for row in checkpoint)
-    return CheckpointFamily(checkpoint=rows, licence=licence, **family)
+    return CheckpointFamily(checkpoint=rows, **family)

@@ -29,6 +29,7 @@ from tests.support.row_settings import (
     top_logprobs,
 )
 from vllm_diffusion.canvas.pass_rows import rows_of
+from vllm_diffusion.canvas.slots import SlotFeatures
 from vllm_diffusion.decoding.canvas_spec import PositionStatistics
 from vllm_diffusion.sampling import logprobs
 from vllm_diffusion.sampling.kept_rows import CandidateFilters, draw_filtered
@@ -244,16 +245,18 @@ def test_tiles_without_an_allowed_id_change_no_bit(borders):
     vocab, tile = 64, 8
     adjustments = row_adjustments(fake_penalties(2, vocab, np.random.default_rng(0)), vocab)
     allowed = ((41, 62), (42,))
+    features = SlotFeatures()
     for slot, ids in enumerate(allowed):
         adjustments.add_request(slot, sampling_params(), ids)
-    assert adjustments.allowed_ids(np.array([0, 1])) == {41, 42, 62}
-    assert adjustments.allowed_ids(np.array([0, 2])) is None
+        features.allowed_ids[slot] = ids
+    assert features.held_to([0, 1]) == {41, 42, 62}
+    assert features.held_to([0, 2]) is None
     bound, draws = bind(adjustments, [3, 2]), row_draws(5)
     generator = torch.Generator().manual_seed(0)
     weight, rows = (torch.randn(n, 16, generator=generator) for n in (vocab, 5))
 
     def run(head: Any) -> Any:
-        ids = adjustments.allowed_ids(np.array([0, 1]))
+        ids = features.held_to([0, 1])
         few = sample_rows(head, rows, draws, bound, 0, tile, allowed_ids=ids)
         starts = [head.first_id + some.start for some in head.tiles(tile, ids)]
         return starts, few, sample_rows(head, rows, draws, bound, 0, tile)

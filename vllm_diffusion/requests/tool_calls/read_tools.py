@@ -10,7 +10,7 @@ import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_diffusion.requests import bounds
 from vllm_diffusion.requests.guidance import reading_threads
@@ -49,44 +49,52 @@ def read_tools(tools: list[Any]) -> Mapping[str, ReadTool]:
     Args:
         tools: Tools as vLLM's protocol read them; a response may have tools that are no functions.
     """
-    return _read(_text(tools)) if tools else {}
+    return _read(_functions(tools)) if tools else {}
 
 
 async def read_tools_aside(tools: list[Any] | None) -> None:
     """Read the tools of a request in a thread, so that :func:`read_tools` has them at hand."""
     if tools:
-        reading = reading_threads().submit(lambda: _read(_text(tools)))
-        await asyncio.wrap_future(reading)
+        await asyncio.wrap_future(reading_threads().submit(read_tools, tools))
 
 
-def _text(tools: list[Any]) -> str:
+class _Function(NamedTuple):
+    """What is read of a tool: its schema is JSON, or ``None`` with what is wrong with it."""
+
+    name: str
+    is_strict: bool
+    parameters: str | None
+    problem: str | None = None
+
+
+def _functions(tools: list[Any]) -> tuple[_Function, ...]:
     functions = [function_of(tool) for tool in tools if hasattr(function_of(tool), "parameters")]
-    written = [_function_text(function) for function in functions]
-    length = sum(len(parameters or "") for _, _, parameters, _ in written)
-    if length > bounds.MOST_CONSTRAINT:
-        problem = f"all schemas together may have {bounds.MOST_CONSTRAINT} characters; got {length}"
-        written = [[name, is_strict, None, problem] for name, is_strict, *_ in written]
-    return json.dumps(written)
+    written = tuple(map(_written, functions))
+    length = sum(len(function.parameters or "") for function in written)
+    if length <= bounds.MOST_CONSTRAINT:
+        return written
+    problem = f"all schemas together may have {bounds.MOST_CONSTRAINT} characters; got {length}"
+    return tuple(function._replace(parameters=None, problem=problem) for function in written)
 
 
-def _function_text(function: Any) -> list[Any]:
-    """Return name, strictness, schema and what is wrong with it."""
+def _written(function: Any) -> _Function:
     is_strict = getattr(function, "strict", None) is True
     try:
-        return [function.name, is_strict, json_text(function.parameters), None]
+        return _Function(function.name, is_strict, json_text(function.parameters))
     except SchemaError as error:
-        return [function.name, is_strict, None, f"parameters: {error}"]
+        return _Function(function.name, is_strict, None, f"parameters: {error}")
 
 
 @functools.lru_cache(maxsize=_MOST_REMEMBERED)
-def _read(text: str) -> Mapping[str, ReadTool]:
-    return {name: _read_one(*function) for name, *function in json.loads(text)}
+def _read(functions: tuple[_Function, ...]) -> Mapping[str, ReadTool]:
+    return {function.name: _read_one(function) for function in functions}
 
 
-def _read_one(is_strict: bool, parameters: str | None, problem: str | None) -> ReadTool:
+def _read_one(function: _Function) -> ReadTool:
     try:
-        if problem is not None:
-            raise ToolSchemaError(problem)
-        return ReadTool(read_arguments(json.loads(parameters or "null"), strict=is_strict))
+        if function.problem is not None:
+            raise ToolSchemaError(function.problem)
+        parameters = json.loads(function.parameters or "null")
+        return ReadTool(read_arguments(parameters, strict=function.is_strict))
     except ToolSchemaError as error:
-        return ReadTool(ANY_TOOL.arguments, str(error) if is_strict else None)
+        return ReadTool(ANY_TOOL.arguments, str(error) if function.is_strict else None)
