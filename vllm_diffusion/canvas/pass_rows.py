@@ -235,8 +235,9 @@ class PassRows:
         # A finished canvas that the token budget cuts counts with each of its parts: the last one's
         # row is read before a canvas is.
         seeding = is_over & self.slots.spec.layout.starts_from_commit
+        num_answer = np.maximum(num_canvas - self.slots.num_after[slots], 0)
         num_sampled = self.slots.spec.layout.num_sampled(
-            num_canvas, input_batch.prefill_len_np[:n], self.slots.block_length[slots]
+            num_answer, input_batch.prefill_len_np[:n], self.slots.block_length[slots]
         )
         starts = np.concatenate([[0], np.cumsum(num_sampled + seeding)])
         self.requests = BatchRequests(slots, starts, seeding)
@@ -251,7 +252,7 @@ class PassRows:
         numbers.num_canvas[:n] = num_canvas
         numbers.num_known[:n] = input_batch.prefill_len_np[:n]
         numbers.is_encoding[:n] = ~input_batch.is_prefilling_np[:n]
-        numbers.num_rows[slots] = num_canvas
+        numbers.num_rows[slots] = num_answer
         numbers.seeding.view(np.bool_)[slots] = seeding
         numbers.num_valid.fill(-1)
         async_tensor_h2d(held, out=self._held)

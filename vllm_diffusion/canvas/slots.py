@@ -50,6 +50,7 @@ class NewRequest:
         prompt_len: Tokens of its prompt.
         num_generated: Tokens that it generated before it was preempted; 0 for a new request.
         given: Tokens of the first canvas's leading positions: the end of the known tokens.
+        suffix_start: Position in the canvas of the first token of ``arguments.suffix``.
         end_tokens: Tokens that end it, at most ``MAX_END_TOKENS``.
         is_constrained: Whether the scheduler holds its canvases to a grammar or words.
     """
@@ -59,6 +60,7 @@ class NewRequest:
     prompt_len: int = 0
     num_generated: int = 0
     given: Sequence[int] = ()
+    suffix_start: int = 0
     end_tokens: Sequence[int] = ()
     is_constrained: bool = False
 
@@ -72,13 +74,15 @@ class NewRequest:
             spec: How canvases lie and are decided.
         """
         params, known = new_req_data.sampling_params, new_req_data.prefill_token_ids
+        arguments, num_prompt = arguments_of(params), new_req_data.prompt_len
         return cls(
-            arguments_of(params),
+            arguments,
             # The scheduler has chosen one for who brings none.
             seed=(params and params.seed) or 0,
-            prompt_len=new_req_data.prompt_len,
-            num_generated=len(known) - new_req_data.prompt_len,
+            prompt_len=num_prompt,
+            num_generated=len(known) - num_prompt,
             given=known[len(known) - spec.num_given(len(known)) :],
+            suffix_start=spec.num_given(num_prompt) + params.max_tokens if arguments.suffix else 0,
             end_tokens=end_token_ids(params) if params else (),
             is_constrained=bool(params and constraining_fields(params)),
         )
@@ -112,7 +116,7 @@ class SlotFeatures:
         viewed: Slots whose canvases leave the device: a client watches them, or a constraint reads
             them.
         allowed_ids: The only ids whose probabilities are read of a read-only canvas, by slot.
-        pinned: Slots whose first canvas has pinned positions.
+        pinned: Slots whose first canvas has pinned positions, those of a suffix among them.
         one_step: Slots whose only canvas is read after its first step.
     """
 
@@ -130,7 +134,7 @@ class SlotFeatures:
             self.viewed.add(slot)
         if arguments.allowed_ids is not None:
             self.allowed_ids[slot] = arguments.allowed_ids
-        if arguments.pinned:
+        if arguments.pinned or arguments.suffix:
             self.pinned.add(slot)
         # No constraint adds steps: none goes with a read-only canvas.
         if arguments.read_only and arguments.max_steps == 1:
@@ -165,10 +169,11 @@ class CanvasSlots:
         canvas_idx: [R], int32, canvases of the request before this one.
         num_given: [R], int32, leading positions that are known tokens.
         pinned: [R, C], bool, positions of a first canvas that hold the token which the request brings,
-            from its first step to the answer; none are given ones.
+            from its first step to the answer; none are given ones. A canvas that holds the sequence keeps them.
         rule_memory: Tensors that the rule remembers, by name; see :class:`Memory`.
         requested: Arguments of the requests.
         block_length: [R], int64, on the host: positions of each canvas that are denoised at a time.
+        num_after: [R], int64, on the host: positions after the answer in a canvas that holds the sequence.
         features: Features that slots use, on the host.
     """
 
@@ -206,6 +211,7 @@ class CanvasSlots:
             end_tokens=zeros(R, MAX_END_TOKENS, dtype=torch.int64),
         )
         self.block_length = np.full(R, C, dtype=np.int64)
+        self.num_after = np.zeros(R, dtype=np.int64)
         self.features = SlotFeatures()
         self._staged: dict[int, NewRequest] = {}
 
@@ -228,6 +234,8 @@ class CanvasSlots:
         """Stage a new owner of ``slot``; every tensor's row is rewritten."""
         self._staged[slot] = request
         self.block_length[slot] = self.spec.block_length(request.arguments.settings)
+        has_answer_apart = self.spec.layout.holds_sequence
+        self.num_after[slot] = len(request.arguments.suffix) if has_answer_apart else 0
         self.features.add_request(slot, request)
 
     def remove_request(self, slot: int) -> None:
@@ -282,6 +290,10 @@ class CanvasSlots:
                 canvas[i] = seed_canvas[i]
                 pinned[i, list(row.arguments.pinned)] = True
                 pinned[i, : len(row.given)] = False
+            if suffix := row.arguments.suffix:
+                after = slice(row.suffix_start, row.suffix_start + len(suffix))
+                canvas[i, after] = seed_canvas[i, after] = suffix
+                pinned[i, after] = True
             canvas[i, : len(row.given)] = row.given
         self.canvas[index] = self._to_device(canvas)
         requested.seed_canvas[index] = self._to_device(seed_canvas)

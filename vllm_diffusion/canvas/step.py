@@ -299,6 +299,7 @@ class CanvasStep:
         num_given = torch.zeros_like(slots.num_given)
         if layout.holds_sequence:
             initial = torch.where(position < num_final[:, None], slots.canvas, initial)
+            initial = torch.where(slots.pinned, slots.requested.seed_canvas, initial)
             num_given = num_final
         canvas = torch.where(begins[:, None], initial, slots.canvas)
         if layout.starts_from_commit:
@@ -311,5 +312,6 @@ class CanvasStep:
             canvas = torch.where(is_seed, token, canvas)
         slots.canvas.copy_(canvas)
         slots.num_given.copy_(torch.where(begins, num_given, slots.num_given))
-        # Pins are positions of the first canvas: in each, as in stock, an answer would repeat their tokens.
-        slots.pinned.copy_(slots.pinned & ~begins[:, None])
+        if not layout.holds_sequence:
+            # Pins are positions of the first canvas: in each, as in stock, an answer would repeat their tokens.
+            slots.pinned.copy_(slots.pinned & ~begins[:, None])

@@ -29,6 +29,7 @@ _NAMES: tuple[str, ...] = (
     "diffusion_canvas_length",
     "diffusion_seed_canvas",
     "diffusion_pinned",
+    "diffusion_suffix",
     "diffusion_read_only",
     "diffusion_constrained",
     "diffusion_frames",
@@ -100,6 +101,7 @@ class RequestArguments(msgspec.Struct, frozen=True, omit_defaults=True):
             ones.
         pinned: Positions of the first canvas, from 0, that keep their ``seed_canvas`` token in every step
             and in the answer.
+        suffix: Token ids of what follows the answer in each step, which is exactly as many tokens as ``max_tokens``.
         read_only: True to emit one canvas on the step that converges, and end; it is never encoded.
         allowed_ids: Only token ids that may be read; ``None`` for all.
         shown: Reports of its canvases besides their tokens.
@@ -113,6 +115,7 @@ class RequestArguments(msgspec.Struct, frozen=True, omit_defaults=True):
     canvas_length: int | None = None
     seed_canvas: tuple[int, ...] | None = None
     pinned: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
     read_only: bool = False
     allowed_ids: tuple[int, ...] | None = None
     shown: Shown = Shown()

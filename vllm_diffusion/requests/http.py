@@ -22,6 +22,7 @@ from vllm.logger import init_logger
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.requests import bounds
 from vllm_diffusion.requests.arguments import PREFIX
@@ -50,6 +51,7 @@ _counted: set[str] = set()
 def install() -> None:
     """Put the door into servers of this process. Safe to call twice."""
     _with_door.install()
+    _leaving_out_suffixes.install()
 
 
 @replaces_call(
@@ -270,6 +272,8 @@ def read_body(request: Any, model_config: Any, unknown: Mapping[str, Any] | None
             "is not supported for diffusion models, which do not write token after token; leave it out.",
         )
     arguments = {name: value for name, value in fields.items() if name.startswith(PREFIX)}
+    if suffix := getattr(request, "suffix", None) or fields.get("suffix"):
+        arguments |= _suffix_arguments(request, suffix, model_config)
     if arguments:
         if "vllm_xargs" not in type(request).model_fields:
             name = next(iter(arguments))
@@ -277,6 +281,36 @@ def read_body(request: Any, model_config: Any, unknown: Mapping[str, Any] | None
                 name, "is not taken by this endpoint; ask /v1/chat/completions or /v1/completions."
             )
         request.vllm_xargs = {**arguments, **(request.vllm_xargs or {})}
+
+
+def _suffix_arguments(request: Any, suffix: Any, model_config: Any) -> dict[str, Any]:
+    """Return the argument for a suffix of the completions' endpoint, which vLLM's hook leaves out of the prompt."""
+    if "suffix" not in type(request).model_fields:
+        refuse(
+            "suffix",
+            "is a field of /v1/completions; a chat goes on after its last message. Leave it out.",
+        )
+    spec = _spec_of(model_config)
+    if spec is None:
+        return {}
+    if reason := spec.layout.refused_arguments.get("suffix"):
+        refuse("suffix", reason)
+    return {"diffusion_suffix": suffix}
+
+
+@replaces_call(
+    "vllm.renderers.base:BaseRenderer.render_completion_suffix",
+    reason="A suffix stands in the canvas after the answer, and not in the prompt.",
+    until="vLLM hands a suffix to models that take it beside their prompt.",
+)
+def _leaving_out_suffixes(stock: Any, self: Any, prompt: str, suffix: str) -> str | None:
+    return stock(self, prompt, suffix) if _spec_of(self.model_config) is None else prompt
+
+
+def _spec_of(model_config: Any) -> CanvasSpec | None:
+    """Return the description of a model's canvases; ``None`` of one that answers token after token."""
+    plan = getattr(model_config, "diffusion", None)
+    return plan and plan.spec
 
 
 def check_characters(request: Any, most: int) -> None:

@@ -79,6 +79,7 @@ def _checking_canvases(
             else:
                 check_params(params, self)
                 _check_blocks(params, len(token_ids), model_config)
+                _check_room(params, len(token_ids), model_config)
         return stock(unaware, request_id, prompt, params, *args, **kwargs)
     except Exception:
         # The next request with the same picture would leave it out, as one that the engine has.
@@ -123,6 +124,8 @@ def check_params(params: Any, processor: Any) -> None:
         vocab_size=model_config.get_vocab_size(),
         logprob_token_ids=params.logprob_token_ids,
     )
+    suffix = _suffix(params, tokenizer, model_config)
+    arguments = msgspec.structs.replace(arguments, suffix=suffix)
     thought_end = _thought_end(arguments, spec, tokenizer)
     num_slots = processor.scheduler_config.max_num_seqs
     _refuse_first(
@@ -223,6 +226,17 @@ def _combinations(params: Any, arguments: RequestArguments, spec: CanvasSpec) ->
         if is_set and (arguments.read_only or arguments.allowed_ids is not None):
             other = "diffusion_read_only" if arguments.read_only else "diffusion_constrained"
             yield other, f"cannot be combined with {field}; leave one of them out.", None
+    first_canvas = {
+        "diffusion_seed_canvas": arguments.seed_canvas,
+        "diffusion_read_only": arguments.read_only,
+        "diffusion_constrained": arguments.allowed_ids,
+        "diffusion_canvas_length": arguments.canvas_length,
+        **constraints,
+    }
+    for field, value in first_canvas.items() if arguments.suffix else ():
+        if value:
+            reason = "cannot be combined with suffix, before which the answer has a fixed length; leave one of them out."
+            yield field, reason, None
     allowed, brought = params.allowed_token_ids, arguments.seed_canvas or ()
     for position in arguments.pinned if allowed is not None else ():
         if brought[position] not in allowed:
@@ -257,11 +271,26 @@ def _narrowed(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> Req
         params.max_tokens is not None
         and params.max_tokens < width
         and arguments.seed_canvas is None
+        and not arguments.suffix
         # What a masked model writes at a position depends on the masks after it.
         and spec.mask_token_id is None
     ):
         return msgspec.structs.replace(arguments, canvas_length=params.max_tokens)
     return arguments
+
+
+def _suffix(params: Any, tokenizer: Any, model_config: Any) -> tuple[int, ...]:
+    """Return the token ids of what follows a request's answer; none of most requests."""
+    text = (params.extra_args or {}).get("diffusion_suffix") or ""
+    if not isinstance(text, str):
+        refuse("suffix", f"must be text; got {reprlib.repr(text)}.")
+    if text and tokenizer is None:
+        refuse("suffix", "needs a tokenizer, which this server was started without; leave it out.")
+    # Before it takes the tokenizer any time.
+    most = model_config.max_model_len * tokenizer.max_chars_per_token if text else 0
+    if len(text) > most:
+        refuse("suffix", f"has {len(text)} characters; this model takes at most {most}. Send less.")
+    return tuple(tokenizer.encode(text, add_special_tokens=False)) if text else ()
 
 
 def _thought_end(
@@ -310,6 +339,22 @@ def _check_vocabulary(token_ids: Sequence[int], vocab_size: int) -> None:
             "prompt",
             f"holds the token id {most}, which is out of this model's vocabulary of {vocab_size} tokens (a tokenizer "
             "may have more than its model); leave out that token or its text.",
+        )
+
+
+def _check_room(params: Any, num_prompt: int, model_config: Any) -> None:
+    """Refuse an answer that does not fit before the suffix, all of which is in sight while the answer is written."""
+    spec, num_after = model_config.diffusion.spec, len(arguments_of(params).suffix)
+    if not num_after:
+        return
+    num_given = spec.num_given(num_prompt)
+    most = min(spec.length, num_given + model_config.max_model_len - num_prompt)
+    if params.max_tokens is None or num_given + params.max_tokens + num_after > most:
+        refuse(
+            "suffix",
+            f"has {num_after} tokens and max_tokens is {params.max_tokens}; together, with {num_given} of the prompt, "
+            f"they may be at most {most}, which this model has in sight at once. Send a shorter suffix, or lower "
+            "max_tokens to the length of what is missing.",
         )
 
 

@@ -93,12 +93,14 @@ class CanvasScheduling(Scheduler):
     def _canvas_width(self, request: Request, num_known: int) -> int:
         """Return the width of the request's canvas after ``num_known`` tokens, in tokens."""
         arguments = arguments_of(request.sampling_params)
+        num_after = len(arguments.suffix)
         return self.spec.layout.width(
             arguments.canvas_length,
             request.num_prompt_tokens,
             num_known,
-            request.max_tokens,
-            self.spec.block_length(arguments.settings),
+            request.max_tokens + num_after,
+            # Nothing stands between an answer and what follows it.
+            1 if num_after else self.spec.block_length(arguments.settings),
         )
 
     # A request arrives.

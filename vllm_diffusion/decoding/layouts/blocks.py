@@ -253,6 +253,7 @@ class VerifiedDraft(SeededBlock):
             "max_steps",
             "seed_canvas",
             "pinned",
+            "suffix",
             "read_only",
             "constrained",
         ),

@@ -100,6 +100,10 @@ class GrowingSequence(WholeSequence):
     """A whole sequence without the blocks after the one that is denoised."""
 
     summary: ClassVar[str] = f"{WholeSequence.summary}; no masks after the block"
+    refused_arguments: ClassVar[Mapping[str, str]] = {
+        **WholeSequence.refused_arguments,
+        "suffix": "is not supported by this model, which has nothing after the block that it writes; leave it out.",
+    }
 
     def width(
         self,

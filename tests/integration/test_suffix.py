@@ -1,0 +1,185 @@
+"""``suffix`` of completions: the answer is what stands between a prompt and the text after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+
+from attention_kernels.noise import Purpose, uniform_tokens
+from tests.support.checkpoints import SHIPPED
+from tests.support.engine import TracedEngine
+from tests.support.families import dream, run
+from tests.support.families import makers as tiny
+from tests.support.families.cases import CASES, Wanted, expected
+from tests.support.families.model import MASK_ID, VOCAB_SIZE, TinyModel, prompt_of
+
+pytestmark = pytest.mark.engine
+
+SUFFIXES = ("a", ", then home", " is all that there is to say about it.", ") and more")
+Loop = Callable[[Any, list[int], int, int], list[int]]
+
+
+class Followed:
+    """A model whose every sequence goes on with some tokens, which a published loop does not know of."""
+
+    def __init__(self, model: TinyModel, suffix: list[int]) -> None:
+        self._model, self._suffix = model, torch.tensor(suffix, dtype=torch.long)
+        self.block_length = model.block_length
+
+    def __call__(self, ids: Tensor, visible: Tensor) -> Tensor:
+        """[T, V], float32: logits of the sequence, without those of what follows."""
+        whole = torch.cat([ids, self._suffix])
+        assert visible.all()
+        return self._model(whole, torch.ones(len(whole), len(whole), dtype=torch.bool))[: len(ids)]
+
+
+def _llada(model: Any, prompt: list[int], num_tokens: int, seed: int) -> list[int]:
+    wanted = Wanted(max_tokens=num_tokens, temperature=(seed % 2) * 0.7, seed=seed)
+    return expected(CASES["llada"], model, prompt, wanted).tokens
+
+
+def _dream(model: Any, prompt: list[int], num_tokens: int, seed: int) -> list[int]:
+    return dream.generate(
+        run.suppress(model, [MASK_ID]),
+        prompt,
+        max_new_tokens=num_tokens,
+        steps=12,
+        alg="entropy",
+        mask_id=MASK_ID,
+        temperature=(seed % 2) * 0.7,
+        sample=run.keyed_sample(seed),
+        uniform=run.keyed_uniform(seed),
+    ).tokens
+
+
+# A family's model, its loop, and what a request sets to have the loop's own settings.
+WHOLE: dict[str, tuple[Callable[[], TinyModel], Loop, dict[str, Any]]] = {
+    "llada": (tiny.llada, _llada, Wanted().extra_args()),
+    "dream": (tiny.dream, _dream, {"diffusion_max_steps": 12}),
+}
+ORDERS = [
+    pytest.param(False, id="synchronous"),
+    pytest.param(True, id="asynchronous", marks=pytest.mark.slow),
+]
+
+
+def params(num_tokens: int, suffix: str, **changes: Any) -> SamplingParams:
+    """Of a request that asks for the middle of a text."""
+    extra = {"diffusion_suffix": suffix, **changes.pop("extra_args", {})}
+    given = {"max_tokens": num_tokens, "ignore_eos": True, "temperature": 0.0, "extra_args": extra}
+    return SamplingParams(**(given | changes))
+
+
+@pytest.mark.parametrize("is_asynchronous", ORDERS)
+@pytest.mark.parametrize("family", WHOLE)
+def test_whole_sequences(tmp_path: Path, family: str, is_asynchronous: bool) -> None:
+    """The tokens are those of the published loop over a sequence that goes on, in a batch with others."""
+    make, loop, settings = WHOLE[family]
+    model = make()
+    options = {"max_model_len": 192, "max_num_seqs": 8}
+    sizes = [(1, 16), (9, 48), (33, 16), (60, 32), (20, 32)]
+    if family == "llada":
+        options |= CASES["llada"].options
+    else:
+        # Its loop has no blocks.
+        sizes[2:4] = [(33, 7), (60, 3)]
+    with TracedEngine(model.save(tmp_path), async_scheduling=is_asynchronous, **options) as engine:
+        encode = engine.llm.get_tokenizer().encode
+        prompts, asked, wanted = [], [], []
+        for i, (length, num_tokens) in enumerate(sizes):
+            # The last one has no suffix.
+            suffix = SUFFIXES[i] if i < len(SUFFIXES) else ""
+            ids = encode(suffix, add_special_tokens=False) if suffix else []
+            prompts.append(prompt_of(length, seed=length))
+            asked.append(
+                params(num_tokens, suffix, temperature=(i % 2) * 0.7, seed=i, extra_args=settings)
+            )
+            wanted.append(loop(Followed(model, ids), prompts[-1], num_tokens, i))
+        outputs = engine.outputs(prompts, asked)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == wanted
+    free = loop(model, prompts[1], sizes[1][1], 1)
+    assert free != wanted[1], "what follows changes nothing"
+
+
+@pytest.fixture(scope="module", params=ORDERS)
+def shipped(request: pytest.FixtureRequest) -> Iterator[TracedEngine]:
+    """The shipped DiffusionGemma."""
+    with TracedEngine(SHIPPED, async_scheduling=request.param, max_num_seqs=8) as engine:
+        yield engine
+
+
+def test_a_canvas(shipped: TracedEngine) -> None:
+    """A suffix is what pins at its positions are, of the canvas that the request would begin with."""
+    tokenizer, width = shipped.llm.get_tokenizer(), 32
+    prompt = tokenizer.encode("3, 4, ", add_special_tokens=False)
+    suffix = tokenizer.encode(", 6, 7", add_special_tokens=False)
+    seed = torch.tensor([5])
+    zero = torch.zeros_like(seed)
+    canvas = uniform_tokens(seed, zero, zero, width, VOCAB_SIZE, Purpose.INITIAL)[0].tolist()
+    canvas[2 : 2 + len(suffix)] = suffix
+    pinned = {
+        "diffusion_seed_canvas": canvas,
+        "diffusion_pinned": list(range(2, 2 + len(suffix))),
+    }
+    changes = {"seed": 5, "temperature": 1.0, "logprobs": 1}
+    asked = [
+        params(2, ", 6, 7", **changes),
+        params(2, "", extra_args=pinned, **changes),
+        params(2, ", 6, 7", n=2, **changes),
+    ]
+    outputs = shipped.outputs([prompt] * len(asked), asked)
+    filled, by_pins, twice = (output.outputs for output in outputs)
+    assert filled[0].token_ids == by_pins[0].token_ids
+    assert filled[0].logprobs == by_pins[0].logprobs
+    assert len(twice) == 2
+    assert all(len(answer.token_ids) == 2 for answer in twice)
+
+
+@pytest.mark.parametrize("is_asynchronous", ORDERS)
+def test_blocks(tmp_path: Path, is_asynchronous: bool) -> None:
+    """In a block of SDAR, after the prompt's tokens in it, a suffix is what pins are at its positions."""
+    model = tiny.sdar(block_length=16)
+    with TracedEngine(model.save(tmp_path), async_scheduling=is_asynchronous) as engine:
+        ids = engine.llm.get_tokenizer().encode("(x);", add_special_tokens=False)
+        prompts, asked = [], []
+        for length in (5, 16, 24):
+            given, num_tokens = length % 16, 3
+            canvas = [MASK_ID] * 16
+            canvas[given + num_tokens : given + num_tokens + len(ids)] = ids
+            positions = [given + num_tokens + i for i in range(len(ids))]
+            pinned = {"diffusion_seed_canvas": canvas, "diffusion_pinned": positions}
+            prompts += [prompt_of(length, seed=length)] * 2
+            asked += [params(num_tokens, "(x);"), params(num_tokens, "", extra_args=pinned)]
+        tokens = [list(one.outputs[0].token_ids) for one in engine.outputs(prompts, asked)]
+    assert tokens[::2] == tokens[1::2]
+    assert len({*map(tuple, tokens)}) > 1
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "changes", "field"),
+    [
+        (30, {}, "suffix"),
+        (None, {}, "suffix"),
+        (4, {"extra_args": {"diffusion_suffix": 5}}, "suffix"),
+        (4, {"extra_args": {"diffusion_suffix": "a" * 10**6}}, "suffix"),
+        (4, {"extra_args": {"diffusion_read_only": True}}, "diffusion_read_only"),
+        (4, {"extra_args": {"diffusion_seed_canvas": [5] * 32}}, "diffusion_seed_canvas"),
+        (4, {"bad_words": ["no"]}, "bad_words"),
+    ],
+)
+def test_refused(
+    shipped: TracedEngine, num_tokens: int | None, changes: dict[str, Any], field: str
+) -> None:
+    """What would not be the middle of the text is refused by its field."""
+    asked = params(4, ", 6, 7", **changes)
+    asked.max_tokens = num_tokens
+    with pytest.raises(VLLMValidationError) as refused:
+        shipped.outputs([[42, 35]], asked)
+    assert refused.value.parameter == field
