@@ -30,7 +30,15 @@ from pathlib import Path
 from typing import Any
 
 from format_comparison import Distribution, FormatRun, table, wilson_interval
-from tiny_tasks import FAMILIES, TOOL_FAMILY, Example, Size, evaluation_set, is_correct
+from tiny_tasks import (
+    FAMILIES,
+    FILL_FAMILY,
+    LATER_FAMILIES,
+    Example,
+    Size,
+    evaluation_set,
+    is_correct,
+)
 
 from vllm_diffusion.checkpoints import shipped_checkpoint
 
@@ -181,6 +189,21 @@ class VllmEngine:
         """Answers in the order of ``prompts`` (token ids)."""
         sampling = self.llm.get_default_sampling_params()
         sampling.max_tokens = MAX_NEW_TOKENS
+        return self._answer(prompts, sampling)
+
+    def fill(self, examples: list[Example]) -> list[Answer]:
+        """What is missing in texts, which has as many tokens as the right answer."""
+        encode = self.llm.get_tokenizer().encode
+        sampling = []
+        for example in examples:
+            own = self.llm.get_default_sampling_params()
+            own.max_tokens = len(encode(example.answer, add_special_tokens=False))
+            own.extra_args = {"diffusion_suffix": example.suffix}
+            sampling.append(own)
+        prompts = [encode(example.question, add_special_tokens=False) for example in examples]
+        return self._answer(prompts, sampling)
+
+    def _answer(self, prompts: list[list[int]], sampling: Any) -> list[Answer]:
         outputs = self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
         )
@@ -248,7 +271,10 @@ def score(
     """Run one family through one engine."""
     examples = evaluation_set(family, num_prompts, seed, size)
     start = time.monotonic()
-    answers = engine.answer([prompt_token_ids(tokenizer, example) for example in examples])
+    if family == FILL_FAMILY:
+        answers = engine.fill(examples)
+    else:
+        answers = engine.answer([prompt_token_ids(tokenizer, example) for example in examples])
     seconds = time.monotonic() - start
     wrong = [
         (example.answer, answer.text)
@@ -313,9 +339,9 @@ def main() -> None:
     parser.add_argument(
         "--families",
         nargs="+",
-        choices=(*FAMILIES, TOOL_FAMILY),
+        choices=(*FAMILIES, *LATER_FAMILIES),
         default=list(FAMILIES),
-        help="default: the six without tools",
+        help="default: the first six; fill is asked of vLLM alone",
     )
     parser.add_argument(
         "--size",
@@ -358,6 +384,8 @@ def main() -> None:
                 args.checkpoint, batch_size=args.batch_size, seed=args.seed, threads=args.threads
             )
         for family in args.families:
+            if family == FILL_FAMILY and name != "vllm":
+                continue
             scores.append(score(engine, tokenizer, family, args.num_prompts, args.seed, args.size))
             print(scores[-1], flush=True)
             if args.show_wrong:

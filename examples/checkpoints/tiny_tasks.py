@@ -1,8 +1,10 @@
 """Tasks with checkable answers that the tiny checkpoint is trained and evaluated on.
 
-Six families have one right answer each (``FAMILIES``). So has ``weather``, questions about a city
-beside a declared tool, which is apart so that the prompts of the six stay what they were; ``prose``
-and ``chat`` have fixed texts and are trained on, but not scored. Everything is drawn from a
+Six families have one right answer each (``FAMILIES``). So have three that are apart so that the
+prompts of the six stay what they were (``LATER_FAMILIES``): ``weather``, questions about a city
+beside a declared tool; ``json-asked``, records in other words than the family ``json`` has; and
+``fill``, a word or number that is missing in a text that goes on after it. ``prose`` and ``chat``
+have fixed texts and are trained on, but not scored. Everything is drawn from a
 ``random.Random``, so a seed gives the same examples everywhere. A question (the text of the last
 user turn, without filler around it) is held out by its hash: training never draws such a question, in any context; evaluation draws
 nothing else. What a held-out question is made of (the pair 7 and 8, the word "cat") does occur
@@ -27,6 +29,9 @@ Context = Literal["plain", "filler", "turns"]
 
 FAMILIES = ("sums", "reverse", "upper", "json", "count", "list")
 TOOL_FAMILY = "weather"
+JSON_FAMILY = "json-asked"
+FILL_FAMILY = "fill"
+LATER_FAMILIES = (TOOL_FAMILY, JSON_FAMILY, FILL_FAMILY)
 UNCHECKED_FAMILIES = ("prose", "chat")
 
 # One question in ten belongs to the evaluation split.
@@ -172,6 +177,8 @@ class Example:
     tools: tuple[dict[str, Any], ...] = ()
     # Messages after the question: the call that the model made, and its result.
     after: tuple[dict[str, Any], ...] = ()
+    # Not empty: no conversation, but a text whose middle, the answer, is missing between question and suffix.
+    suffix: str = ""
 
     @property
     def is_call(self) -> bool:
@@ -193,7 +200,7 @@ class Example:
     @property
     def is_held_out(self) -> bool:
         """Whether the question belongs to the evaluation split, whatever surrounds it."""
-        digest = hashlib.sha256(self.question.encode()).digest()
+        digest = hashlib.sha256((self.question + self.suffix).encode()).digest()
         return int.from_bytes(digest[:8], "big") % HELD_OUT_MODULUS == 0
 
 
@@ -281,6 +288,20 @@ _COUNT_WORDINGS = (
 )
 _TALLY_WORDINGS = ("Count the words: {}.", "Count off: {}.")
 _RECORD_WORDINGS = ("Make a JSON record: {}.", "Write as JSON: {}.")
+_ASKED_RECORD_WORDINGS = (
+    "Return JSON: {}.",
+    "Return a JSON object: {}.",
+    "Give me JSON: {}.",
+    "Output JSON: {}.",
+    "Convert to JSON: {}.",
+    "Format as JSON: {}.",
+    "Turn into JSON: {}.",
+    "Create a JSON object: {}.",
+    "Respond in JSON: {}.",
+    "As JSON: {}.",
+    "{} as JSON.",
+    "{} in JSON, please.",
+)
 _RECORDS_WORDINGS = ("Make a JSON list: {}.", "Write people as JSON: {}.")
 _NUMBERED_WORDINGS = ("Number these words: {}.", "Make a numbered list: {}.")
 _BULLET_WORDINGS = ("Make a bullet list: {}.",)
@@ -307,7 +328,9 @@ _SOLVERS = (
     )
     + _patterns(_COUNT_WORDINGS, r"\d+ to \d+", _solve_count)
     + _patterns(_TALLY_WORDINGS, r"[a-z, ]+", _solve_tally)
-    + _patterns(_RECORD_WORDINGS, r"[a-z]+ \w+(?:, [a-z]+ \w+)*", _solve_record)
+    + _patterns(
+        _RECORD_WORDINGS + _ASKED_RECORD_WORDINGS, r"[a-z]+ \w+(?:, [a-z]+ \w+)*", _solve_record
+    )
     + _patterns(_RECORDS_WORDINGS, r"[a-z]+ \d+(?:, [a-z]+ \d+)*", _solve_records)
     + _patterns(_NUMBERED_WORDINGS, r"[a-z, ]+", _solve_numbered)
     + _patterns(_BULLET_WORDINGS, r"[a-z, ]+", _solve_bullets)
@@ -370,9 +393,13 @@ def _json_question(rng: random.Random, size: Size) -> str:
         people = distinct_words(rng, 2 if size == "few" else rng.randint(3, 4))
         items = ", ".join(f"{name} {rng.randint(1, 99)}" for name in people)
         return rng.choice(_RECORDS_WORDINGS).format(items)
+    return _record_question(rng, size, _RECORD_WORDINGS)
+
+
+def _record_question(rng: random.Random, size: Size, wordings: tuple[str, ...]) -> str:
     fields = [f"name {_word(rng)}", f"age {rng.randint(1, 99)}", f"city {rng.choice(_CITIES)}"]
     chosen = rng.sample(fields, 1 if size == "one" else rng.randint(2, 3))
-    return rng.choice(_RECORD_WORDINGS).format(", ".join(chosen))
+    return rng.choice(wordings).format(", ".join(chosen))
 
 
 def _list_question(rng: random.Random, size: Size) -> str:
@@ -388,7 +415,20 @@ _QUESTIONS: dict[str, Callable[[random.Random, Size], str]] = {
     "json": _json_question,
     "count": _count_question,
     "list": _list_question,
+    JSON_FAMILY: lambda rng, size: _record_question(rng, size, _ASKED_RECORD_WORDINGS),
 }
+
+# What of an answer's text follows from the rest of it.
+_FILLABLE = {
+    "sums": r"(?<=\d=)\d+",
+    # The pair before it tells what is done to a word.
+    "reverse": r"(?<=, )[a-z]+: (?P<missing>[a-z]+)",
+    "upper": r"(?<=, )[a-z]+: (?P<missing>[A-Z]+)",
+    "count": r"(?<=, )\d+(?=, )|(?<= )\d+(?=, [a-z])",
+    "list": r"(?<=\n)\d+(?=\. )",
+}
+# Of the text after what is missing; it fits one canvas together with any answer.
+_MOST_SUFFIX_CHARS = 20
 
 
 def _filler(rng: random.Random) -> str:
@@ -403,6 +443,26 @@ def draw_question(rng: random.Random, family: str, size: Size, *, held_out: bool
     while True:
         question = _QUESTIONS[family](rng, size)
         example = Example(family, question, answer_question(question))
+        if example.is_held_out == held_out:
+            return example
+
+
+def draw_fill(rng: random.Random, *, held_out: bool) -> Example:
+    """A text from which a word or a number is missing, from one side of the split.
+
+    The text is the answer to several items of a family whose items tell each other what they are.
+    """
+    while True:
+        family = rng.choice(list(_FILLABLE))
+        text = answer_question(_QUESTIONS[family](rng, "few"))
+        holes = list(re.finditer(_FILLABLE[family], text))
+        if not holes:
+            continue
+        hole = rng.choice(holes)
+        # Of a pattern without a group of its own all of it.
+        start, end = hole.span(hole.lastindex or 0)
+        rest = text[end:][: rng.randint(4, _MOST_SUFFIX_CHARS)] or "\n"
+        example = Example(FILL_FAMILY, text[:start], text[start:end], suffix=rest)
         if example.is_held_out == held_out:
             return example
 
@@ -551,6 +611,8 @@ def draw_training_example(
         example = _draw_chat(rng)
     elif family == TOOL_FAMILY:
         example = _draw_tool_example(rng)
+    elif family == FILL_FAMILY:
+        return draw_fill(rng, held_out=False)
     else:
         size_weights = (50, 45, 5) if short else (25, 50, 25)
         size: Size = rng.choices(("one", "few", "many"), size_weights)[0]
@@ -569,13 +631,13 @@ def draw_training_example(
 def evaluation_set(
     family: str, num_prompts: int = 500, seed: int = 0, size: Size | None = None
 ) -> list[Example]:
-    """Held-out prompts of a checked family or of ``weather``, all different.
+    """Held-out prompts of a checked family, all different.
 
     Every fourth has an answer of ``many`` items (over three canvases or more), every fifth has
     filler or earlier turns before it (a context of more than three windows).
 
     Args:
-        family: One of ``FAMILIES``, or ``weather``: calls alone.
+        family: One of ``FAMILIES`` or ``LATER_FAMILIES``; of ``weather`` calls alone.
         num_prompts: How many; a smaller set is a prefix of a larger one.
         seed: Another seed gives another set from the same split.
         size: Questions of this size alone, and nothing before them.
@@ -588,11 +650,13 @@ def evaluation_set(
         drawn: Size = size or ("many" if idx % 4 == 0 else rng.choice(("one", "few")))
         if family == TOOL_FAMILY:
             example = draw_weather(rng, held_out=True)
+        elif family == FILL_FAMILY:
+            example = draw_fill(rng, held_out=True)
         else:
             example = draw_question(rng, family, drawn, held_out=True)
-        if size is None and idx % 5 == 0:
+        if size is None and idx % 5 == 0 and not example.suffix:
             example = add_context(rng, example, rng.choice(("filler", "turns")))
-        key = (example.question, example.filler, example.turns)
+        key = (example.question, example.filler, example.turns, example.suffix)
         if key not in seen:
             seen.add(key)
             examples.append(example)

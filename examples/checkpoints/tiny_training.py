@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,16 @@ from tiny_model import EMPTY_THOUGHT, TOKEN_ID
 from tiny_tasks import Example, draw_training_example
 from torch import Tensor, nn
 
-# Prompt and response token ids.
-Row = tuple[list[int], list[int]]
+
+class Row(NamedTuple):
+    """Token ids of a prompt and of the response to it."""
+
+    prompt: list[int]
+    response: list[int]
+    # How many tokens at the response's end are given too, as the text after a missing one is.
+    num_given: int = 0
+
+
 # What a model's own losses read.
 Batch = TypeVar("Batch")
 
@@ -42,7 +50,11 @@ EMA_DECAY = 0.995
 
 
 def tokenize(tokenizer, example: Example) -> Row:
-    """Prompt and response token ids; the response ends with ``<turn|>``, or where a result follows."""
+    """Prompt and response; the response ends with ``<turn|>``, or where a result or a suffix does."""
+    encode = tokenizer.backend_tokenizer.encode
+    if example.suffix:
+        suffix = encode(example.suffix).ids
+        return Row(encode(example.question).ids, encode(example.answer).ids + suffix, len(suffix))
     prompt = tokenizer.apply_chat_template(
         example.messages,
         tools=list(example.tools) or None,
@@ -53,10 +65,9 @@ def tokenize(tokenizer, example: Example) -> Row:
     response = example.answer
     if example.thought:
         response = EMPTY_THOUGHT.replace("\n", f"\n{example.thought}\n") + response
-    encode = tokenizer.backend_tokenizer.encode
     # The published model hands over to the tool by the token that opens the result.
     end = TOKEN_ID["<|tool_response>" if example.is_call else "<turn|>"]
-    return encode(prompt).ids, [*encode(response).ids, end]
+    return Row(encode(prompt).ids, [*encode(response).ids, end])
 
 
 def row_stream(
@@ -73,7 +84,7 @@ def row_stream(
             tokenize(tokenizer, draw_training_example(rng, weights, short=is_short()))
             for _ in range(batch_size * BATCHES_PER_POOL)
         ]
-        pool.sort(key=lambda row: len(row[0]) + len(row[1]))
+        pool.sort(key=lambda row: len(row.prompt) + len(row.response))
         starts = list(range(0, len(pool), batch_size))
         rng.shuffle(starts)
         for start in starts:

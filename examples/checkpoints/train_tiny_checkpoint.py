@@ -44,6 +44,7 @@ from tiny_model import (
 from tiny_tasks import Example
 from tiny_training import (
     FAMILY_WEIGHTS,
+    Row,
     add_arguments,
     begin,
     launch,
@@ -56,8 +57,16 @@ from torch import Tensor
 from transformers import DiffusionGemmaForBlockDiffusion
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# The other shipped models have no tool calls in theirs.
-MIXTURE = FAMILY_WEIGHTS | {"chat": 1.0, "sums": 4.0, "reverse": 3.0, "upper": 2.0, "weather": 6.0}
+# The other shipped models have no later families in theirs.
+MIXTURE = FAMILY_WEIGHTS | {
+    "chat": 1.0,
+    "sums": 4.0,
+    "reverse": 3.0,
+    "upper": 2.0,
+    "weather": 6.0,
+    "json-asked": 4.0,
+    "fill": 4.0,
+}
 
 
 @dataclass(frozen=True)
@@ -69,29 +78,33 @@ class Batch:
     # R canvases of each row, those of one row together.
     canvas: Tensor  # [B * R, C] int64: clean canvas, filled up with <eos> after <turn|>
     canvas_start: Tensor  # [B * R] int64: position of the canvas, the number of tokens before it
+    is_given: Tensor  # [B * R, C] bool: what stays as it is, the text after a missing one
 
     def share(self, rank: int, num_processes: int) -> Batch:
         """Every ``num_processes``-th row, of the same padded length for every process."""
         B = len(self.tokens)
-        tensors = (self.tokens, self.is_response, self.canvas, self.canvas_start)
+        tensors = (
+            *(self.tokens, self.is_response, self.canvas),
+            *(self.canvas_start, self.is_given),
+        )
         by_row = (tensor.unflatten(0, (B, -1))[rank::num_processes] for tensor in tensors)
         return Batch(*(tensor.flatten(0, 1) for tensor in by_row))
 
 
-def make_batch(
-    rows: list[tuple[list[int], list[int]]], canvases_per_row: int, generator: torch.Generator
-) -> Batch:
+def make_batch(rows: list[Row], canvases_per_row: int, generator: torch.Generator) -> Batch:
     """Pad the rows and choose response blocks of each, uniformly and independently."""
-    length = max(len(prompt) + len(response) for prompt, response in rows)
+    length = max(len(row.prompt) + len(row.response) for row in rows)
     B, R, C = len(rows), canvases_per_row, CANVAS_LENGTH
     tokens = torch.full((B, length), TOKEN_ID["<pad>"])
     is_response = torch.zeros(B, length, dtype=torch.bool)
     canvas = torch.full((B, R, C), TOKEN_ID["<eos>"])
     canvas_start = torch.empty(B, R, dtype=torch.long)
-    for b, (prompt, response) in enumerate(rows):
+    is_given = torch.zeros(B, R, C, dtype=torch.bool)
+    for b, (prompt, response, num_given) in enumerate(rows):
         ids = torch.tensor(prompt + response)
         tokens[b, : len(ids)] = ids
         is_response[b, len(prompt) : len(ids)] = True
+        is_given[b, :, len(response) - num_given : len(response)] = num_given > 0
         num_blocks = math.ceil(len(response) / C)
         blocks = torch.randint(num_blocks, (R,), generator=generator, device="cpu").tolist()
         for r, block in enumerate(blocks):
@@ -99,7 +112,10 @@ def make_batch(
             clean = ids[start : start + C]
             canvas[b, r, : len(clean)] = clean
             canvas_start[b, r] = start
-    return Batch(tokens, is_response, canvas.flatten(0, 1), canvas_start.flatten())
+    return Batch(
+        *(tokens, is_response, canvas.flatten(0, 1)),
+        *(canvas_start.flatten(), is_given.flatten(0, 1)),
+    )
 
 
 def batches(
@@ -132,7 +148,8 @@ def losses(
     num_canvases, C = batch.canvas.shape
     t = 0.001 + 0.999 * torch.rand(num_canvases, 1) ** noise_exponent
     noise = torch.randint(VOCAB_SIZE, (num_canvases, C))
-    noisy = torch.where(torch.rand(num_canvases, C) < t, noise, batch.canvas)
+    is_noise = (torch.rand(num_canvases, C) < t) & ~batch.is_given
+    noisy = torch.where(is_noise, noise, batch.canvas)
     row = torch.arange(num_canvases) * len(batch.tokens) // num_canvases
     # One half of the canvases gets a self-conditioning signal.
     half = num_canvases // 2

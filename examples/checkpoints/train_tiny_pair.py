@@ -72,10 +72,10 @@ NUM_HELD_OUT = 64
 
 def make_batch(rows: list[Row]) -> tuple[Tensor, Tensor]:
     """Conversations and what is learnt of them, both [B, T] int64: answers and what follows."""
-    length = max(len(prompt) + len(answer) for prompt, answer in rows) + TRAILING_EOS
+    length = max(len(row.prompt) + len(row.response) for row in rows) + TRAILING_EOS
     ids = torch.full((len(rows), length), TOKEN_ID["<pad>"])
     labels = torch.full_like(ids, IGNORED)
-    for b, (prompt, answer) in enumerate(rows):
+    for b, (prompt, answer, _) in enumerate(rows):
         start, tokens = len(prompt), torch.tensor(answer + [TOKEN_ID["<eos>"]] * TRAILING_EOS)
         ids[b, :start] = torch.tensor(prompt)
         ids[b, start : start + len(tokens)] = tokens
@@ -200,7 +200,7 @@ def accepted(
     """Greedy answers to held-out prompts: what each verification kept, and how many are right."""
     kept, num_right = [], 0
     for example in evaluation_set(family, num_prompts, size=size):
-        prompt, _ = tokenize(tokenizer, example)
+        prompt = tokenize(tokenizer, example).prompt
         found = spec_generate(
             target,
             draft,

@@ -61,7 +61,8 @@ def make_batch(rows: list[Row], copies: int) -> Batch:
     """Fill the rows up to whole blocks and noise ``copies`` copies of each one's answer blocks."""
     C, eos = BLOCK_LENGTH, TOKEN_ID["<eos>"]
     whole = [
-        (len(prompt) // C * C, -(-(len(prompt) + len(answer)) // C) * C) for prompt, answer in rows
+        (len(prompt) // C * C, -(-(len(prompt) + len(answer)) // C) * C)
+        for prompt, answer, _ in rows
     ]
     length = max(end + copies * (end - start) for start, end in whole)
     B = len(rows)
@@ -71,7 +72,7 @@ def make_batch(rows: list[Row], copies: int) -> Batch:
     copy = torch.full((B, length), -1)
     masked = torch.zeros(B, length, dtype=torch.bool)
     targets = []
-    for b, ((prompt, answer), (start, end)) in enumerate(zip(rows, whole, strict=True)):
+    for b, ((prompt, answer, _), (start, end)) in enumerate(zip(rows, whole, strict=True)):
         clean = torch.full((end,), eos)
         clean[: len(prompt) + len(answer)] = torch.tensor(prompt + answer)
         ids[b, :end] = clean
