@@ -117,6 +117,7 @@ class PassTotals:
     denoise_steps: int = 0
     canvases: int = 0
     stuck_requests: int = 0
+    empty_answers: int = 0
     canvases_at_step_cap: int = 0
     encode_passes: int = 0
     denoise_passes: int = 0
@@ -192,6 +193,10 @@ class PassCounters:
         """Count a request that was ended because it settled nothing."""
         self._totals.stuck_requests += 1
 
+    def observe_empty_answer(self) -> None:
+        """Count an answer that has no token before its end."""
+        self._totals.empty_answers += 1
+
     def attach(
         self, stats: SpecDecodingStats | None, num_spec_tokens: int
     ) -> SpecDecodingStats | None:
@@ -212,6 +217,7 @@ _HELP = {
     "denoise_steps": "Denoising steps of canvases.",
     "canvases": "Canvases emitted.",
     "stuck_requests": "Requests that were ended since they settled nothing, or before their structured output was whole.",
+    "empty_answers": "Answers that have no token before their end, or none after their thought.",
     "canvases_at_step_cap": "Canvases that took as many steps as they may.",
     "verifications": "Verified drafts of a rule whose canvases are drafts.",
 }

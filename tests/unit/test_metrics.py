@@ -41,9 +41,9 @@ def test_canvases_and_kinds() -> None:
     counters = PassCounters()
     for rows in (PROMPT, STEP, STEP, LAST, FUSED, LAST):
         counters.observe("a", rows, 3)
-    totals, canvases = numbers(counters)[:10], numbers(PassCounters())
+    totals, canvases = numbers(counters)[:11], numbers(PassCounters())
     assert canvases == []
-    assert totals == [72, 160, 160, 5, 2, 0, 1, 1, 4, 1]
+    assert totals == [72, 160, 160, 5, 2, 0, 0, 1, 1, 4, 1]
 
 
 def test_steps_tokens_and_time_of_a_canvas() -> None:
@@ -54,7 +54,7 @@ def test_steps_tokens_and_time_of_a_canvas() -> None:
     counters.forget("a")
     for rows in (PROMPT, STEP, STEP, STEP, COMMIT):
         counters.observe("a", rows, 16)
-    canvas = CanvasTotals(*numbers(counters)[10:])
+    canvas = CanvasTotals(*numbers(counters)[11:])
     assert (canvas.steps, canvas.passes, canvas.tokens) == (3, 4, 32)
     assert canvas.microseconds >= 0
     assert numbers(counters) == []

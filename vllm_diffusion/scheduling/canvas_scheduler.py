@@ -28,6 +28,7 @@ from vllm_diffusion.metrics import PassCounters, RowCounts
 from vllm_diffusion.requests.arguments import arguments_of
 from vllm_diffusion.scheduling.canvas_reports import CanvasReports
 from vllm_diffusion.scheduling.constraints import Constraints
+from vllm_diffusion.scheduling.empty_answers import EmptyAnswers
 from vllm_diffusion.scheduling.features import PromptLogprobs, ReturnedPart, SchedulerFeature
 from vllm_diffusion.scheduling.grammars import EngineGrammars, OrdinaryGrammars
 from vllm_diffusion.scheduling.prefix_hashes import PrefixHashes
@@ -80,6 +81,8 @@ class CanvasScheduling(Scheduler):
         self.prompt_logprobs = PromptLogprobs(self)
         # In the order in which each verb is called.
         self._features: tuple[SchedulerFeature, ...] = (
+            # First, since it may give a request what constrains its canvases.
+            EmptyAnswers(self, spec, self._counters, never_empty=plan.settings.never_empty),
             self.stuck,
             self.constraints,
             self.prompt_logprobs,

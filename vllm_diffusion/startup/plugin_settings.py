@@ -31,6 +31,7 @@ class PluginSettings:
         preset: Name of a set of settings of the rule, for settings that are not set by themselves.
         converge_at_end: True to judge a canvas by its positions up to its first end token only,
             since the positions after it are discarded.
+        never_empty: True to forbid end tokens as the first token of an answer, after a thought too.
         self_check: ``"auto"`` checks the kernels on a GPU where they have not been checked before,
             ``"always"`` at every start, ``"off"`` never.
         of_rule: All other settings, which the model's decoding rule knows and checks.
@@ -44,6 +45,7 @@ class PluginSettings:
     draft_steps: int | None = None
     preset: str | None = None
     converge_at_end: bool = False
+    never_empty: bool = False
     self_check: Literal["auto", "always", "off"] = "auto"
     of_rule: Mapping[str, Any] = field(default_factory=dict)
 
@@ -60,8 +62,9 @@ class PluginSettings:
             "self_check": ("auto", "always", "off"),
         }
         check_choices(self, choices)
-        if not isinstance(self.converge_at_end, bool):
-            raise ValueError(f"converge_at_end={self.converge_at_end!r} must be true or false.")
+        for name in ("converge_at_end", "never_empty"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name}={value!r} must be true or false.")
 
     @property
     def kernels(self) -> KernelChoices:

@@ -1,0 +1,107 @@
+"""An answer whose first token ends it is empty: it is counted and reported, and with ``never_empty`` it does not occur."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.engine import TracedEngine
+from vllm_diffusion.checkpoints import shipped_checkpoint
+
+pytestmark = pytest.mark.engine
+
+PROMPT = list(range(30, 60))
+NUM_TOKENS = 6
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("diffusion_gemma", True), ("sdar", True), ("diffusion_gemma", False)],
+    ids=["canvases", "blocks", "canvases, without the setting"],
+)
+def served(request: pytest.FixtureRequest, order: str) -> Iterator[tuple[TracedEngine, bool]]:
+    """Yield an engine, and whether its answers may not be empty."""
+    family, never_empty = request.param
+    with TracedEngine(
+        shipped_checkpoint(*[family] if family != "diffusion_gemma" else []),
+        additional_config={"diffusion": {"never_empty": never_empty}},
+        async_scheduling=order == "asynchronous",
+        # The masked checkpoint's tokenizer has these marks too.
+        reasoning_parser="gemma4",
+        max_model_len=128,
+    ) as engine:
+        yield engine, never_empty
+
+
+def ends_of(engine: TracedEngine) -> list[int]:
+    """Return the tokens that end an answer."""
+    config = engine.llm.llm_engine.vllm_config.model_config.try_get_generation_config()
+    eos = config["eos_token_id"]
+    return list(eos) if isinstance(eos, list) else [eos]
+
+
+def answer(engine: TracedEngine, *, seed: int = 3, **params: Any) -> list[int]:
+    (output,) = engine.generate([PROMPT], seeds=[seed], max_tokens=NUM_TOKENS, **params)
+    return list(output.token_ids)
+
+
+def eager(engine: TracedEngine, **more: Any) -> dict[str, Any]:
+    """Parameters of a request whose model wants to end its answer at every position."""
+    return {"logit_bias": dict.fromkeys(ends_of(engine), 100.0), **more}
+
+
+# The first test of each engine, since an engine warns once.
+def test_empty_answers_are_counted_and_reported(
+    served: tuple[TracedEngine, bool], start_log: pytest.LogCaptureFixture
+) -> None:
+    """Empty answers are counted; where they are many, one warning names the setting, unless it is set."""
+    engine, never_empty = served
+    totals = engine.scheduler._counters._totals
+    before = totals.empty_answers
+    for seed in range(12):
+        answer(engine, seed=seed, **eager(engine))
+    # One that goes on, and one that is cut.
+    answer(engine, ignore_eos=True)
+    assert totals.empty_answers - before == (0 if never_empty else 12)
+    warned = [r for r in start_log.records if "never_empty" in r.getMessage()]
+    assert len(warned) == (not never_empty)
+
+
+def test_first_token(served: tuple[TracedEngine, bool]) -> None:
+    """With the setting an answer has one token before the end that the model wants at once; without it, none."""
+    engine, never_empty = served
+    tokens = answer(engine, **eager(engine))
+    assert [token in ends_of(engine) for token in tokens] == [False] * never_empty + [True]
+
+
+def test_first_token_after_a_thought(served: tuple[TracedEngine, bool]) -> None:
+    """With the setting no end follows the end of a thought, whether the model or its budget ended the thought."""
+    engine, never_empty = served
+    marks = engine.scheduler.vllm_config.reasoning_config
+    (mark,) = marks.natural_reasoning_end_token_ids
+    thinking = [*PROMPT, *marks.reasoning_start_token_ids]
+    (budgeted,) = engine.generate(
+        [thinking], seeds=[3], max_tokens=NUM_TOKENS, **eager(engine, thinking_token_budget=0)
+    )
+    ended = [token in ends_of(engine) for token in budgeted.token_ids]
+    assert budgeted.token_ids[0] == mark
+    assert ended == [False, *[False] * never_empty, True]
+    # Nothing but this mark is nearly as likely as the end, so that it stands at every position that no end may have.
+    bias = {**eager(engine)["logit_bias"], mark: 80.0}
+    tokens = answer(engine, logit_bias=bias)
+    assert (tokens == [mark] * NUM_TOKENS) == never_empty
+
+
+def test_what_a_request_prescribes(served: tuple[TracedEngine, bool]) -> None:
+    """A read, a grammar, and tokens that are all ends are served as without the setting."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    engine, _ = served
+    ends = ends_of(engine)
+    regex = StructuredOutputsParams(regex="a?")
+    assert answer(engine, **eager(engine, structured_outputs=regex))[0] in ends
+    assert answer(engine, allowed_token_ids=ends)[0] in ends
+    read = {"diffusion_read_only": True, "diffusion_max_steps": 1}
+    assert answer(engine, **eager(engine, extra_args=read))[0] in ends
