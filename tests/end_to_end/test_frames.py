@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from tests.support.server import MODEL, Server
@@ -87,6 +88,34 @@ def test_clients_see_the_same(kind: str, server: Server) -> None:
         last = {f["block"]: f["text"] for f in frames if f["is_last"]}
         assert "".join(last[block] for block in sorted(last)) == text
         assert all("token_ids" not in f and "entropy" not in f for f in frames)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_body_of_inceptions_clients(stream: bool, server: Server) -> None:
+    """The reasoning effort "instant" is no thinking; with ``diffusing`` a stream has frames, and appended deltas stay the answer."""
+    create: Any = server.client().chat.completions.create
+
+    def said(effort: str, **more: Any) -> tuple[str, int, list[dict[str, Any]]]:
+        body = {"reasoning_effort": effort, **more}
+        request = {"model": MODEL, "messages": MESSAGES, "max_tokens": 70, "seed": 5}
+        if not stream:
+            answer = create(**request, extra_body=body)
+            return answer.choices[0].message.content, answer.usage.prompt_tokens, []
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        with create(**request, **options, extra_body=body) as chunks:
+            shown = Stream(chunks)
+        return shown.text[0], shown.usage.prompt_tokens, shown.frames
+
+    instant, num_prompt, frames = said("instant", **({"diffusing": True} if stream else {}))
+    assert (instant, num_prompt) == said("none")[:2]
+    assert num_prompt < said("low")[1]
+    assert bool(frames) == stream
+    for frame in frames:
+        assert frame["offset"] <= len(instant)
+    if stream:
+        assert instant[: frames[-1]["offset"]] + frames[-1]["text"] == instant
+    with pytest.raises(openai.BadRequestError, match="reasoning_effort"):
+        said("at once")
 
 
 def test_interval_fields_and_step_map(server: Server) -> None:

@@ -52,6 +52,20 @@ def install() -> None:
     """Put the door into servers of this process. Safe to call twice."""
     _with_door.install()
     _leaving_out_suffixes.install()
+    _reading_instant.install()
+
+
+@replaces_call(
+    "vllm.entrypoints.openai.chat_completion.protocol:resolve_return_mm_kwargs_alias",
+    reason='Clients of diffusion APIs send reasoning_effort "instant", which vLLM\'s protocol refuses; this function is '
+    "given each chat's body before its fields are checked.",
+    until='reasoning_effort may be "instant" in vLLM.',
+)
+def _reading_instant(stock: Any, body: Any) -> Any:
+    """Read the reasoning effort "instant" as "none"."""
+    if isinstance(body, dict) and body.get("reasoning_effort") == "instant":
+        body = {**body, "reasoning_effort": "none"}
+    return stock(body)
 
 
 @replaces_call(
