@@ -1,12 +1,27 @@
-"""vLLM's decisions: questions read off one denoising step, as stock vLLM's own class answers them."""
+"""vLLM's decisions, in both forms: questions read off one denoising step, as stock vLLM's own class answers them."""
 
 from __future__ import annotations
 
-import pytest
+import base64
+import io
+import json
+import re
+import string
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from tests.support.server import Server
+import pytest
+import torch
+
+from tests.support.checkpoints import SHIPPED
+from tests.support.oracle import Oracle
+from tests.support.server import Server, start_server
 
 pytestmark = pytest.mark.engine
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/use/requests.md"
 
 QUESTIONS = [
     {"type": "predicate", "name": "blue", "instructions": "Is the sky blue?"},
@@ -68,3 +83,238 @@ def test_passes_of_a_decision(num_questions: int, joint: bool, most: int, server
     """Prompt and read together, whatever the number of questions on a canvas."""
     for text in TEXTS:
         assert 1 <= passes(server, text, num_questions, joint) <= most
+
+
+# As clients of transformers' own server send it: a state of text or JSON, and questions by id.
+STATE = {"sky": "blue", "hour": 12}
+SYSTEM_ONE: dict[str, Any] = {
+    "blue": {"type": "noul", "instructions": "Is the sky blue?"},
+    "night": {
+        "type": "noul",
+        "instructions": "Is it night?",
+        "criteria": {"true": "after sunset", "false": None},
+    },
+    "colour": {
+        "type": "choice",
+        "instructions": "What colour is it?",
+        "criteria": {"blue": None, "red": "as in roses"},
+    },
+    "certainty": {
+        "type": "score",
+        "instructions": "How sure are you?",
+        "criteria": ["not", "rather", "very"],
+    },
+}
+
+
+def letters(count: int) -> dict[str, Any]:
+    """A question with so many options."""
+    return {"type": "choice", "criteria": {f"option {i}": None for i in range(count)}}
+
+
+@pytest.mark.parametrize("state", [STATE, "The sky is blue.", ["The sky", "is blue."]], ids=type)
+@pytest.mark.parametrize("joint", [False, True], ids=["a canvas each", "one canvas"])
+def test_system_one(joint: bool, state: Any, server: Server) -> None:
+    """The body of transformers' server gets an answer of each question's type, by its id and again the same."""
+    body = {"state": state, "questions": SYSTEM_ONE, **({"joint": True} if joint else {})}
+    response = server.post("/v1/systemone", body)
+    assert response.status_code == 200, response.text
+    whole = response.json()
+    answers = whole["answers"]
+    assert list(answers) == list(whole["diagnostics"]) == list(SYSTEM_ONE)
+    assert [answer["type"] for answer in answers.values()] == ["noul", "noul", "choice", "score"]
+    for name, answer in answers.items():
+        likely = answer["probabilities"]
+        assert sum(likely.values()) == pytest.approx(1.0)
+        mass = whole["diagnostics"][name]["label_mass"]
+        assert 0.0 < mass <= 1.0 + 1e-5
+        assert answer["confidence"] == pytest.approx(max(likely.values()) * mass)
+    assert answers["blue"]["noul"] == answers["blue"]["probabilities"]["yes"]
+    colours = answers["colour"]["probabilities"]
+    assert answers["colour"]["choice"] == max(colours, key=colours.__getitem__)
+    levels = answers["certainty"]["probabilities"]
+    assert answers["certainty"]["legend"] == {"0": "not", "1": "rather", "2": "very"}
+    expected = sum(int(level) * likely for level, likely in levels.items())
+    assert answers["certainty"]["score"] == pytest.approx(expected)
+    if joint:
+        assert [q for canvas in whole["joint"]["canvases"] for q in canvas["questions"]] == list(
+            SYSTEM_ONE
+        )
+    else:
+        assert whole["joint"] is None
+    assert server.post("/v1/systemone", body).json()["answers"] == answers
+
+
+def test_bodies_of_the_page(server: Server) -> None:
+    """Each body on the page about decisions is answered by the endpoint that is named before it."""
+    section = (
+        PAGE.read_text(encoding="utf-8").partition("\n### Decisions")[2].partition("\n### ")[0]
+    )
+    *parts, _ = re.split(r"^```json\n(.*?)^```$", section, flags=re.DOTALL | re.MULTILINE)
+    found = list(zip(parts[::2], parts[1::2], strict=True))
+    assert len(found) == 2
+    for before, body in found:
+        path = re.findall(r"`(/v1/\w+)`", before)[-1]
+        response = server.post(path, json.loads(body))
+        assert response.status_code == 200, response.text
+        assert len(response.json()["answers"]) == len(json.loads(body)["questions"])
+
+
+def test_both_forms_read_the_same(server: Server) -> None:
+    """A choice has the same probabilities in either form, where both put it to the model in the same words."""
+    text, ask = "The sky is blue.", "What colour is it?"
+    options = ("blue", "red")
+    choices = [{"value": value} for value in options]
+    question = {"type": "choice", "instructions": ask, "choices": choices}
+    body = {"input": text, "questions": [question]}
+    (openai,) = server.post("/v1/decisions", body).json()["answers"]
+    # OpenAI's form spells a choice as JSON.
+    criteria = {f'"{value}"': None for value in options}
+    question = {"type": "choice", "instructions": ask, "criteria": criteria}
+    body = {"state": text, "questions": {"colour": question}}
+    answer = server.post("/v1/systemone", body).json()["answers"]["colour"]
+    assert list(answer["probabilities"].values()) == [
+        item["probability"] for item in openai["probabilities"]
+    ]
+
+
+class Reading:
+    """transformers' model of a checkpoint, given the canvases that vLLM gives a server for a question."""
+
+    def __init__(self, checkpoint: Path, vocab_size: int) -> None:
+        from transformers import AutoTokenizer
+        from vllm.entrypoints.openai.decisions.strategies import DiffusionGemmaCanvasStrategy
+
+        self._vllm: Any = DiffusionGemmaCanvasStrategy
+        self._tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        self._oracle = Oracle(checkpoint)
+        width = self._oracle.model.config.canvas_length = self._vllm.CANVAS_STEP
+        (end,) = self._ids(self._vllm.END_OF_TURN)
+        self._canvases = SimpleNamespace(
+            vocab_size=vocab_size,
+            end=end,
+            pad=self._tokenizer.pad_token_id,
+            width=width,
+            _read_params=self._vllm._read_params,
+        )
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def labels(self, state: str, sent: dict[str, Any]) -> tuple[torch.Tensor, bool]:
+        """Return the probabilities of a question's labels, [num_options], and whether one is the likeliest token."""
+        from vllm.entrypoints.openai.decisions.question_types import build_question
+
+        criteria = sent.get("criteria")
+        question = build_question("q", sent["type"], sent.get("instructions"), criteria, 26)
+        prompt = self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": f"{state}\n\n{question.type.prompt(question)}"}],
+            add_generation_prompt=True,
+            enable_thinking=False,
+            return_dict=False,
+        )
+        labels = [self._ids(label)[0] for label in question.labels]
+        read = self._vllm._sampling_params(self._canvases, labels, prompt)
+        canvas = read.extra_args["diffusion_seed_canvas"]
+        logits = self._oracle.first_step(prompt + self._ids(self._vllm.THOUGHT), canvas)[0]
+        return logits.softmax(-1)[labels], int(logits.argmax()) in labels
+
+
+def assert_reads(server: Server, state: str, sent: dict[str, Any], labels: torch.Tensor) -> bool:
+    """Compare a question's answer with the model's probabilities of its labels; return ``argmax_is_label``."""
+    whole = server.post("/v1/systemone", {"state": state, "questions": {"q": sent}}).json()
+    found = list(whole["answers"]["q"]["probabilities"].values())
+    assert found == pytest.approx((labels / labels.sum()).tolist(), rel=1e-3)
+    said = whole["diagnostics"]["q"]
+    assert said["label_mass"] == pytest.approx(float(labels.sum()), rel=1e-3)
+    return bool(said["argmax_is_label"])
+
+
+def test_the_models_own_distribution(server: Server) -> None:
+    """Probabilities and ``label_mass`` are those of transformers' model on the same canvas, at temperature 1."""
+    model = Reading(SHIPPED, server.vocab_size)
+    for sent in (*SYSTEM_ONE.values(), letters(26)):
+        labels, is_label = model.labels("The sky is blue.", sent)
+        assert assert_reads(server, "The sky is blue.", sent, labels) == is_label
+
+
+@pytest.fixture(scope="module")
+def seeing(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of random weights, which takes a picture."""
+    log = tmp_path_factory.mktemp("seeing") / "server.log"
+    options = ("--limit-mm-per-prompt", '{"image": 1, "video": 0, "audio": 0}')
+    with start_server(checkpoint, log, *options) as running:
+        yield running
+
+
+@pytest.mark.slow
+def test_argmax_is_label(seeing: Server, checkpoint: Path) -> None:
+    """``argmax_is_label`` is true where the model's likeliest token is a label, and false elsewhere."""
+    model = Reading(checkpoint, seeing.vocab_size)
+    seen = set()
+    for i in range(100):
+        labels, is_label = model.labels(f"state {i}", letters(26))
+        if is_label not in seen:
+            assert assert_reads(seeing, f"state {i}", letters(26), labels) == is_label
+            seen.add(is_label)
+        if len(seen) == 2:
+            return
+    raise AssertionError(f"the likeliest token was in all cases a label: {seen}")
+
+
+def picture(colour: str) -> str:
+    """A data URL."""
+    content = io.BytesIO()
+    pytest.importorskip("PIL.Image").new("RGB", (96, 96), colour).save(content, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("joint", [False, True], ids=["a canvas each", "one canvas"])
+def test_images(joint: bool, seeing: Server) -> None:
+    """A picture is read: another one gives other probabilities, and the same again the same ones."""
+
+    def answers(*colours: str) -> Any:
+        body = {"state": "A picture.", "questions": SYSTEM_ONE, "joint": joint}
+        response = seeing.post("/v1/systemone", {**body, "images": [picture(c) for c in colours]})
+        return response.json()["answers"] if response.status_code == 200 else response.text
+
+    red = answers("red")
+    assert list(red) == list(SYSTEM_ONE), red
+    assert red == answers("red") != answers("blue")
+    assert "image" in answers("red", "blue")
+
+
+REFUSED = {
+    "transformers' images": ({"assets": {"a": {"type": "image"}}}, "assets"),
+    "a field of no form": ({"temperature": 1}, "temperature"),
+    "a field of no question": ({"questions": {"q": {**letters(2), "top": 1}}}, "top"),
+    "a type of question": ({"questions": {"q": {"type": "number"}}}, "number"),
+    "criteria of another type": ({"questions": {"q": {**letters(2), "type": "score"}}}, "criteria"),
+    "no question": ({"questions": {}}, "question"),
+    "more questions": ({"questions": {str(i): letters(2) for i in range(65)}}, "64"),
+    "more options": ({"questions": {"q": letters(27)}}, "26"),
+    "a picture": ({"images": [f"data:image/png;base64,{string.ascii_letters}"]}, "image"),
+    "thinking": ({"chat_template_kwargs": {"enable_thinking": True}}, "thinking"),
+    "a state that is too long": ({"state": "word " * 4000}, "max_model_len|context|tokens"),
+}
+
+
+@pytest.mark.parametrize(("more", "reason"), REFUSED.values(), ids=REFUSED)
+def test_refused_bodies(more: dict[str, Any], reason: str, server: Server) -> None:
+    """A field that is unknown, or a question that cannot be read, is a 400 that says which."""
+    body = {"state": "The sky is blue.", "questions": {"q": letters(2)}, **more}
+    response = server.post("/v1/systemone", body)
+    assert response.status_code == 400, response.text
+    assert re.search(reason, response.json()["error"]["message"])
+
+
+@pytest.mark.parametrize("count", [27, 255])
+def test_more_options_than_letters(count: int, server: Server) -> None:
+    """OpenAI's form takes 255 choices; each is read by a letter, so more than 26 are a 400 with that number."""
+    choices = [{"value": f"option {i}"} for i in range(count)]
+    question = {"type": "choice", "instructions": "Which?", "choices": choices}
+    response = server.post("/v1/decisions", {"input": "x", "questions": [question]})
+    assert response.status_code == 400
+    assert "26 choices" in response.json()["error"]["message"]

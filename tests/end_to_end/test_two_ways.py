@@ -10,7 +10,7 @@ import jsonschema
 import openai
 import pytest
 
-from tests.end_to_end.test_decisions import QUESTIONS
+from tests.end_to_end.test_decisions import QUESTIONS, STATE, SYSTEM_ONE, letters
 from tests.end_to_end.test_tools import NAMED, TOKENS, ask, gemma_request
 from tests.support.checkpoints import SHIPPED
 from tests.support.server import MODEL, PARSERS, Server, start_server
@@ -110,3 +110,22 @@ def test_decisions(served: tuple[str, Server]) -> None:
     assert 0.0 <= predicate["probability"] <= 1.0
     for answer in others:
         assert sum(item["probability"] for item in answer["probabilities"]) == pytest.approx(1.0)
+
+
+def test_system_one(served: tuple[str, Server]) -> None:
+    """The other form of decisions is read off the next token too; ``joint`` needs a canvas, and drafts have none."""
+    rule, server = served
+    questions = {**SYSTEM_ONE, "letters": letters(26)}
+    body = {"state": STATE, "questions": questions}
+    response = server.post("/v1/systemone", body)
+    joint = server.post("/v1/systemone", {**body, "joint": True})
+    assert joint.status_code == 400, joint.text
+    if rule == "linear_spec":
+        assert response.status_code == 400
+        return
+    assert response.status_code == 200, response.text
+    assert "joint" in joint.json()["error"]["message"]
+    whole = response.json()
+    for name in questions:
+        assert sum(whole["answers"][name]["probabilities"].values()) == pytest.approx(1.0)
+        assert 0.0 < whole["diagnostics"][name]["label_mass"] <= 1.0 + 1e-5
