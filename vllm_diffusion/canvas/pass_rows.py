@@ -234,7 +234,7 @@ class PassRows:
         ) & (num_canvas == 0)
         # A finished canvas that the token budget cuts counts with each of its parts: the last one's
         # row is read before a canvas is.
-        seeding = is_over & self.slots.spec.layout.starts_from_commit
+        seeding = is_over & self.slots.is_seeded[slots]
         num_answer = np.maximum(num_canvas - self.slots.num_after[slots], 0)
         num_sampled = self.slots.spec.layout.num_sampled(
             num_answer, input_batch.prefill_len_np[:n], self.slots.block_length[slots]

@@ -20,6 +20,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from attention_kernels.noise import Purpose, uniform_tokens
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
+from vllm_diffusion.decoding.rule import AUTOREGRESSIVE, RULE
 from vllm_diffusion.requests.arguments import (
     RequestArguments,
     arguments_of,
@@ -95,6 +96,7 @@ class RequestTensors:
     Attributes:
         max_steps: [R], int32, the step cap.
         settings: [R] each, the rule's settings by name.
+        first_phase: [R], int8, :class:`Phase` in which canvases begin: that of a commit where nothing is drafted.
         read_only: [R], bool, canvases that are never committed.
         maps_steps: [R], bool, requests that ask which step decided each token.
         seed_canvas: [R, C], int64, first canvases that requests bring.
@@ -103,6 +105,7 @@ class RequestTensors:
 
     max_steps: Tensor
     settings: dict[str, Tensor]
+    first_phase: Tensor
     read_only: Tensor
     maps_steps: Tensor
     seed_canvas: Tensor
@@ -174,6 +177,7 @@ class CanvasSlots:
         requested: Arguments of the requests.
         block_length: [R], int64, on the host: positions of each canvas that are denoised at a time.
         num_after: [R], int64, on the host: positions after the answer in a canvas that holds the sequence.
+        is_seeded: [R], bool, on the host: canvases begin with a token that the encoding pass draws.
         features: Features that slots use, on the host.
     """
 
@@ -205,6 +209,7 @@ class CanvasSlots:
             settings={
                 name: zeros(R, dtype=setting.dtype) for name, setting in spec.rule.settings.items()
             },
+            first_phase=zeros(R, dtype=torch.int8),
             read_only=zeros(R, dtype=torch.bool),
             maps_steps=zeros(R, dtype=torch.bool),
             seed_canvas=zeros(R, C, dtype=torch.int64),
@@ -212,6 +217,7 @@ class CanvasSlots:
         )
         self.block_length = np.full(R, C, dtype=np.int64)
         self.num_after = np.zeros(R, dtype=np.int64)
+        self.is_seeded = np.full(R, spec.layout.starts_from_commit)
         self.features = SlotFeatures()
         self._staged: dict[int, NewRequest] = {}
 
@@ -230,10 +236,25 @@ class CanvasSlots:
         """Device of the tensors."""
         return self.phase.device
 
+    @property
+    def verified(self) -> Tensor | None:
+        """[R], bool: slots whose request chose to have its canvases verified; ``None`` where none can choose."""
+        return None if self.spec.drafts is None else self.requested.settings[RULE] > 0
+
+    @property
+    def seeds_next(self) -> Tensor:
+        """[R], bool: canvases in their commit, of which a row draws the next one's first token."""
+        is_committed = self.phase == int(Phase.COMMITTING)
+        if self.verified is None or self.spec.layout.starts_from_commit:
+            return is_committed
+        return is_committed & self.verified
+
     def add_request(self, slot: int, request: NewRequest) -> None:
         """Stage a new owner of ``slot``; every tensor's row is rewritten."""
         self._staged[slot] = request
-        self.block_length[slot] = self.spec.block_length(request.arguments.settings)
+        own = request.arguments.settings
+        self.block_length[slot] = self.spec.block_length(own)
+        self.is_seeded[slot] = self.spec.of_request(own).layout.starts_from_commit
         has_answer_apart = self.spec.layout.holds_sequence
         self.num_after[slot] = len(request.arguments.suffix) if has_answer_apart else 0
         self.features.add_request(slot, request)
@@ -273,6 +294,11 @@ class CanvasSlots:
             tensor.index_fill_(0, index, 0)
         self.previous_result.index_fill_(0, index, -1)
         self.phase.index_fill_(0, index, int(Phase.DENOISING))
+        if spec.drafts is not None:
+            ways = [spec.way(row.arguments.settings) for row in rows]
+            first = np.array([way == AUTOREGRESSIVE for way in ways], dtype=np.int8)
+            requested.first_phase[index] = self._to_device(first * int(Phase.COMMITTING))
+            self.phase[index] = requested.first_phase[index]
 
         # On the host, so that nothing is launched for it: a draw is the same on any device.
         seed = torch.tensor([row.seed for row in rows])

@@ -146,6 +146,7 @@ class CanvasStep:
         has_rows = slot_pass.num_rows > slots.num_given
         denoised = has_rows & (slots.phase == _DENOISING)
         committed = has_rows & (slots.phase == _COMMITTING)
+        seeds_next = has_rows & slots.seeds_next
         position = torch.arange(slots.canvas_length, device=has_rows.device)[None, :]
 
         decision = self._decide(statistics, slot_pass, position)
@@ -159,7 +160,11 @@ class CanvasStep:
         layout = self._spec.layout
         num_final = decision.num_final
         if num_final is None:
-            num_final = layout.num_final(slots.canvas, statistics.candidate, slot_pass.num_rows)
+            of_pass = slots.canvas, statistics.candidate, slot_pass.num_rows
+            num_final = layout.num_final(*of_pass)
+            if slots.verified is not None and self._spec.drafts is not None:
+                agreed = self._spec.drafts.layout.num_final(*of_pass)
+                num_final = torch.where(slots.verified, agreed, num_final)
         result = torch.where(denoised[:, None], decision.result, slots.canvas)
         step = slots.step + denoised.to(torch.int32)
         before = slots.previous_result if self._spec.mask_token_id is None else slots.canvas
@@ -188,7 +193,7 @@ class CanvasStep:
         canvas = torch.where(denoised[:, None], canvas, slots.canvas)
         phase = torch.where(done, _COMMITTING, slots.phase)
         self._write(canvas, phase, output, emitted, decision)
-        self._begin(emitted, statistics, slot_pass, committed, num_final, position)
+        self._begin(emitted, statistics, slot_pass, seeds_next, num_final, position)
         return output
 
     def _decide(
@@ -238,8 +243,11 @@ class CanvasStep:
         self, done: Tensor, committed: Tensor, decision: StepDecision
     ) -> tuple[Tensor, Tensor]:
         """Two bool tensors [R]: canvases that this pass emits, and those whose KV is final."""
+        verified = self._slots.verified
         if not self._commits:
-            return done, torch.zeros_like(done)
+            if verified is None:
+                return done, torch.zeros_like(done)
+            return torch.where(verified, committed, done), committed & verified
         finished = committed
         if decision.has_final_kv is not None:
             finished = committed | (done & decision.has_final_kv)
@@ -276,7 +284,7 @@ class CanvasStep:
         slots.previous_result.copy_(torch.where(begins[:, None], -1, previous))
         slots.step.copy_(torch.where(begins, zero, output.step))
         slots.decided_step.copy_(torch.where(begins[:, None], 0, output.decided_step))
-        slots.phase.copy_(torch.where(begins, _DENOISING, phase))
+        slots.phase.copy_(torch.where(begins, slots.requested.first_phase, phase))
         slots.canvas_idx.copy_(slots.canvas_idx + begins.to(torch.int32))
         for name, tensor in slots.rule_memory.items():
             one_each = (-1, *[1] * (tensor.dim() - 1))
@@ -288,7 +296,7 @@ class CanvasStep:
         begins: Tensor,
         statistics: PositionStatistics,
         slot_pass: SlotPass,
-        committed: Tensor,
+        seeds_next: Tensor,
         num_final: Tensor,
         position: Tensor,
     ) -> None:
@@ -302,12 +310,12 @@ class CanvasStep:
             initial = torch.where(slots.pinned, slots.requested.seed_canvas, initial)
             num_given = num_final
         canvas = torch.where(begins[:, None], initial, slots.canvas)
-        if layout.starts_from_commit:
-            seed_position = layout.seed_position(num_final)
-            drawn_by = torch.where(committed, seed_position, 0).long()[:, None]
+        if (seeded := self._spec.seeded_layout) is not None:
+            seed_position = seeded.seed_position(num_final)
+            drawn_by = torch.where(seeds_next, seed_position, 0).long()[:, None]
             token = statistics.candidate.gather(-1, drawn_by)
             # A token that is pinned in the first canvas stands there from its first step on.
-            is_seed = committed[:, None] | (slot_pass.seeding[:, None] & ~slots.pinned)
+            is_seed = seeds_next[:, None] | (slot_pass.seeding[:, None] & ~slots.pinned)
             is_seed = is_seed & (position == 0)
             canvas = torch.where(is_seed, token, canvas)
         slots.canvas.copy_(canvas)

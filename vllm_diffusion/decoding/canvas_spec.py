@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_diffusion.decoding.layouts import CanvasLayout
-from vllm_diffusion.decoding.rule import DecodingRule
+from vllm_diffusion.decoding.rule import RULE, DecodingRule
 
 
 class PositionStatistics(NamedTuple):
@@ -89,6 +89,8 @@ class CanvasSpec:
         settings: Default settings of the rule, by name.
         mask_token_id: Token of undecided positions, never drawn in a canvas; ``None`` for uniformly
             random tokens.
+        drafts: Description of the canvases of requests whose setting ``rule`` is not the first one, and
+            which are verified; ``None`` where no request chooses.
     """
 
     layout: CanvasLayout
@@ -96,6 +98,7 @@ class CanvasSpec:
     max_denoising_steps: int
     settings: Mapping[str, float | str]
     mask_token_id: int | None = None
+    drafts: CanvasSpec | None = None
 
     @property
     def length(self) -> int:
@@ -109,6 +112,28 @@ class CanvasSpec:
     def all_settings(self, own: Mapping[str, float | str]) -> dict[str, float | str]:
         """Return the settings of a request: its own, and the server's for those that it leaves out."""
         return {**self.settings, **own}
+
+    def of_request(self, own: Mapping[str, float | str]) -> CanvasSpec:
+        """Return the description of a request's canvases: itself where no request chooses.
+
+        Args:
+            own: Settings of the rule that the request brings, by name.
+        """
+        if self.drafts is None:
+            return self
+        return (
+            self.drafts if self.rule.settings[RULE].number(self.all_settings(own)[RULE]) else self
+        )
+
+    def way(self, own: Mapping[str, float | str]) -> str | None:
+        """Return the name of the rule of a request; ``None`` where no request chooses."""
+        return None if self.drafts is None else str(self.all_settings(own)[RULE])
+
+    @property
+    def seeded_layout(self) -> CanvasLayout | None:
+        """Layout of canvases that begin with a token which the encoding pass draws; ``None`` if none do."""
+        layout = self.layout if self.drafts is None else self.drafts.layout
+        return layout if layout.starts_from_commit else None
 
     def block_length(self, settings: Mapping[str, float | str]) -> int:
         """Return how many positions of a request's canvas are denoised at a time.

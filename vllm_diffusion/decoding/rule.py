@@ -115,6 +115,9 @@ class Choice:
         return self.words.index(str(value))
 
 
+# Setting of a request that names its way, where a server has several: a rule of diffusion, or one of these two.
+RULE, LINEAR_SPEC, AUTOREGRESSIVE = "rule", "linear_spec", "autoregressive"
+
 # Each step is a pass: a larger cap would only be a mistake.
 MAX_STEPS = Setting(int, 1, 10_000)
 # A request's step cap is lowered to the server's.
@@ -302,10 +305,10 @@ class DecodingRule(ABC):
             whatever the server's ``converge_at_end`` is.
     """
 
-    settings: ClassVar[Mapping[str, Setting | Choice]]
+    settings: Mapping[str, Setting | Choice]
     defaults: ClassVar[Mapping[str, float | str]] = {}
-    presets: ClassVar[Mapping[str, Mapping[str, float | str]]] = {}
-    memory: ClassVar[Mapping[str, Memory]] = {}
+    presets: Mapping[str, Mapping[str, float | str]] = {}
+    memory: Mapping[str, Memory] = {}
     refused_fields: ClassVar[Mapping[str, str]] = {}
     refused_settings: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("draft_length", "draft_steps"), 'which makes no drafts, as rule="linear_spec" does'

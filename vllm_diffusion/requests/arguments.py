@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
-from vllm_diffusion.decoding.rule import REQUESTED_STEPS, Choice, Setting
+from vllm_diffusion.decoding.rule import REQUESTED_STEPS, RULE, Choice, Setting
 from vllm_diffusion.requests.refusals import refuse
 
 PREFIX = "diffusion_"
@@ -219,6 +219,12 @@ def parse_arguments(
         own = _PUBLISHED_NAMES.get(published)
         if name not in names and own in (*names, "max_tokens"):
             refuse(name, f"is {own} here.")
+        if name == PREFIX + RULE and name not in names:
+            refuse(
+                name,
+                "cannot be chosen on this server, which decodes every request by one rule; leave it out, or start a "
+                'model that has several with "rules", which lists them.',
+            )
         if name.startswith(PREFIX) and name not in names and published not in _NOT_SERVED:
             refuse(name, f"is not known; known are {', '.join(names)}.")
 

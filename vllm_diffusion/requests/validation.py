@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
+from vllm_diffusion.decoding.rule import AUTOREGRESSIVE, RULE
 from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.requests import bounds
 from vllm_diffusion.requests.arguments import (
@@ -130,6 +131,7 @@ def check_params(params: Any, processor: Any) -> None:
     num_slots = processor.scheduler_config.max_num_seqs
     _refuse_first(
         chain(
+            _of_way(params, arguments, spec),
             _combinations(params, arguments, spec),
             _boosted(params, thought_end),
             _logprobs(params, model_config, num_slots),
@@ -199,6 +201,31 @@ def _contradictions(params: Any, spec: CanvasSpec) -> Iterator[Problem]:
             yield PREFIX + name, reason, value
 
 
+def _of_way(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> Iterator[Problem]:
+    """Find what the rule that a request chose cannot honour, where another rule of the server can."""
+    chosen, way = spec.of_request(arguments.settings), spec.way(arguments.settings)
+    if chosen is spec:
+        return
+    remedy = f'leave it out, or choose another {PREFIX}{RULE} than "{way}".'
+    for field in chosen.refused_fields():
+        value = getattr(params, field)
+        if value not in (None, [], _NEUTRAL.get(field)):
+            yield field, f"needs tokens that are not known yet where one is drawn: {remedy}", value
+    steers = {*spec.rule.settings, "preset"} - {*chosen.rule.settings, RULE}
+    steers.update(chosen.layout.refused_arguments)
+    for name, value in (params.extra_args or {}).items():
+        own = name.removeprefix(PREFIX)
+        is_set = bool(value) or (value is not None and own in spec.rule.settings)
+        if not (is_set and name.startswith(PREFIX)) or own == RULE:
+            continue
+        # Its canvases have one position, as is written where parameters are used again.
+        is_refused = (
+            (own, value) != ("canvas_length", 1) if way == AUTOREGRESSIVE else own in steers
+        )
+        if is_refused:
+            yield name, f"has no effect on an answer: {remedy}", value
+
+
 def _combinations(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> Iterator[Problem]:
     """Find what a request's own canvas leaves no room for, and settings that contradict one another.
 
@@ -262,6 +289,15 @@ def _narrowed(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> Req
     if spec.rule.judges_filtered:
         top_k, top_p = noted_filters(params)
         arguments = msgspec.structs.replace(arguments, judging_top_k=top_k, judging_top_p=top_p)
+    chosen = spec.of_request(arguments.settings)
+    if chosen is not spec:
+        # A draft of one token is none: its commit draws the next token.
+        is_draft = spec.way(arguments.settings) != AUTOREGRESSIVE
+        arguments = msgspec.structs.replace(
+            arguments,
+            canvas_length=(arguments.canvas_length or chosen.length) if is_draft else 1,
+            max_steps=chosen.max_denoising_steps,
+        )
     width = arguments.canvas_length or spec.length
     if arguments.read_only:
         # One canvas is the whole output, and an end token drawn into it does not end it early.

@@ -14,7 +14,7 @@ from vllm.v1.outputs import LogprobsTensors
 
 from attention_kernels.vocab_statistics import RowLogits, scaled_logits
 from vllm_diffusion.canvas.pass_rows import PassRows, rows_of
-from vllm_diffusion.canvas.slots import CanvasSlots, Phase
+from vllm_diffusion.canvas.slots import CanvasSlots
 from vllm_diffusion.canvas.step import StepOutput
 from vllm_diffusion.sampling.output_head import OutputHead
 
@@ -207,8 +207,8 @@ class EmittedLogprobs:
 
     def begin_pass(self) -> None:
         """Remember the canvases that the pass commits; call it before the step is decided."""
-        if self._slots.spec.layout.starts_from_commit:
-            self._committed = self._slots.phase == int(Phase.COMMITTING)
+        if self._slots.spec.seeded_layout is not None:
+            self._committed = self._slots.seeds_next
 
     def exchange(self, drawn: LogprobsTensors, step: StepOutput) -> LogprobsTensors:
         """Keep what this pass computed, and return what each request may emit now.
@@ -226,12 +226,14 @@ class EmittedLogprobs:
         width = max(drawn.logprobs.shape[1], self._waiting.logprobs.shape[2])
         drawn, self._waiting = _widened(drawn, width), _widened(self._waiting, width)
         owner, at = slot, position
-        if layout.starts_from_commit:
+        if (seeded := self._slots.spec.seeded_layout) is not None:
             assert self._committed is not None
             committed, seeding = self._committed[slot], places.of_slots.seeding[slot]
             # Of a draft only what its commit draws is emitted.
             is_read = committed if layout.verifies else self._decided(step)[slot, position]
-            shift = layout.shift(position, lambda: committed, lambda: seeding)
+            if (verified := self._slots.verified) is not None:
+                is_read = torch.where(verified[slot], committed, is_read)
+            shift = seeded.shift(position, lambda: committed, lambda: seeding)
             # A canvas begins in the row after its seeding one.
             target = position + shift - seeding.to(position.dtype)
             self._write(drawn, slot, target, is_read | seeding)
@@ -243,7 +245,7 @@ class EmittedLogprobs:
             # Known tokens that a canvas begins with are not emitted: as many last rows have nothing to say.
             at = (at + step.num_given[owner]).clamp(max=self._slots.canvas_length - 1)
         emitted = rows_of(self._waiting, (owner, at))
-        if layout.starts_from_commit:
+        if seeded is not None:
             self._begin_canvases(drawn, step, slot)
         starts = np.concatenate([[0], np.cumsum(num_rows * ~is_seeding)])
         return emitted._replace(cu_num_generated_tokens=starts[:-1].tolist())
@@ -268,7 +270,9 @@ class EmittedLogprobs:
         has_canvas = (requests.num_rows > 0) & ~requests.seeding
         first = _on_device(requests.starts[:-1][has_canvas], slot)
         owner = slot[first]
-        row = first + self._slots.spec.layout.seed_position(step.num_finished[owner])
+        seeded = self._slots.spec.seeded_layout
+        assert seeded is not None
+        row = first + seeded.seed_position(step.num_finished[owner])
         self._write(rows_of(drawn, row), owner, torch.zeros_like(owner), self._committed[owner])
 
     def _write(

@@ -273,6 +273,8 @@ class PassGraphs:
         adjustments = settings.reported_adjustments_of(some, used, logits.adjustments)
         request = settings.logprobs_request(some.slot, used)
         of_tokens = statistics.candidate if request.of_drawn else statistics.argmax
+        if (verified := self._pass_rows.slots.verified) is not None:
+            of_tokens = torch.where(verified[:, None], statistics.candidate, of_tokens)
         computed = row_logprobs(
             logits._replace(adjustments=adjustments),
             settings.reported_temperature(some.slot),

@@ -12,7 +12,7 @@ from torch import Tensor
 from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws
 from vllm_diffusion.canvas.cuda_graphs import compiled_by_rows
 from vllm_diffusion.canvas.pass_rows import PassRows
-from vllm_diffusion.canvas.slots import CanvasSlots, Phase
+from vllm_diffusion.canvas.slots import CanvasSlots
 from vllm_diffusion.canvas.step import temperatures
 from vllm_diffusion.requests.arguments import arguments_of
 from vllm_diffusion.sampling.kept_rows import CandidateFilters
@@ -90,8 +90,8 @@ class SelectedRows:
         self._num_computed = num_computed
 
     def committed(self) -> Tensor:
-        """[n], bool: rows of canvases that the pass commits."""
-        return (self._slots.phase == int(Phase.COMMITTING))[self.slot]
+        """[n], bool: rows of canvases that the pass commits, where one of them draws the next one's first token."""
+        return self._slots.seeds_next[self.slot]
 
     def seeding(self) -> Tensor:
         """[n], bool: rows of known tokens after which a canvas begins."""
@@ -100,8 +100,8 @@ class SelectedRows:
     def drawn_at(self) -> Tensor:
         """[n], int64: position in its sequence of the token that each row draws."""
         at = self._num_computed[self.slot] + self._pass_rows.offset[self.rows]
-        layout = self._slots.spec.layout
-        if not layout.starts_from_commit:
+        layout = self._slots.spec.seeded_layout
+        if layout is None:
             return at
         return at + layout.shift(self.position, self.committed, self.seeding)
 
@@ -263,8 +263,14 @@ class PassSettings:
         # Uncompiled, since it adds and divides.
         judged, drawn = temperatures(self._slots, self.temperature)
         draws = self._draws(some.slot, some.position, judged=judged, drawn=drawn)
-        layout = self._slots.spec.layout
-        return layout.draws(draws, some.committed, some.seeding, some.drawn_at)
+        spec, verified = self._slots.spec, self._slots.verified
+        of_row = some.committed, some.seeding, some.drawn_at
+        chosen = spec.layout.draws(draws, *of_row)
+        if spec.drafts is None or verified is None:
+            return chosen
+        drafted, is_drafted = spec.drafts.layout.draws(draws, *of_row), verified[some.slot]
+        both = zip(drafted, chosen, strict=True)
+        return RowDraws(*(torch.where(is_drafted, a, b) for a, b in both))
 
     def _draws_of(self, slot: Tensor, position: Tensor, judged: Tensor, drawn: Tensor) -> RowDraws:
         slots = self._slots
@@ -315,6 +321,8 @@ class PassSettings:
         is_plain = self._slots.requested.read_only
         if self._reports_raw and self._slots.spec.layout.verifies:
             is_plain = torch.ones_like(is_plain)
+        if self._reports_raw and self._slots.verified is not None:
+            is_plain = is_plain | self._slots.verified
         return torch.where(is_plain[slot], 1.0, judged[slot])
 
     def logprobs_request(self, slot: Tensor, used: UsedSettings) -> LogprobsRequest:

@@ -24,6 +24,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_diffusion.canvas.messages import CanvasView
 from vllm_diffusion.decoding.layouts import ScheduledRequest
+from vllm_diffusion.decoding.pass_order import PassOrder
 from vllm_diffusion.metrics import PassCounters, RowCounts
 from vllm_diffusion.requests.arguments import arguments_of
 from vllm_diffusion.scheduling.canvas_reports import CanvasReports
@@ -48,6 +49,7 @@ class CanvasScheduling(Scheduler):
     Attributes:
         spec: Description of canvases.
         order: What the passes of a canvas do.
+        draft_order: What they do for requests that choose to have their canvases verified.
         constraints: Canvases with a grammar, bad words or a thinking budget.
         prompt_logprobs: Log-probabilities of prompts that wait for a token.
         stuck: Feature that ends requests without progress.
@@ -63,6 +65,7 @@ class CanvasScheduling(Scheduler):
         assert plan.spec is not None
         self.spec = spec = plan.spec
         self.order = plan.order(self.is_async)
+        self.draft_order = plan.order(self.is_async, spec.drafts)
         # Rows that the next pass has left, and canvas rows beyond the granted ones, by request.
         self._num_rows_left = 0
         self._num_added: dict[str, int] = {}
@@ -92,6 +95,11 @@ class CanvasScheduling(Scheduler):
     def _max_steps(self, request: Request) -> int:
         """Return the request's step cap."""
         return arguments_of(request.sampling_params).max_steps or self.spec.max_denoising_steps
+
+    def _order_of(self, request: Request) -> PassOrder:
+        """Return what the passes of the request's canvases do."""
+        own = arguments_of(request.sampling_params).settings
+        return self.order if self.spec.of_request(own) is self.spec else self.draft_order
 
     def _canvas_width(self, request: Request, num_known: int) -> int:
         """Return the width of the request's canvas after ``num_known`` tokens, in tokens."""
@@ -176,6 +184,7 @@ class CanvasScheduling(Scheduler):
             and request.status != RequestStatus.RUNNING
             and num_computed_tokens > 0
         )
+        order = self._order_of(request)
         return ScheduledRequest(
             num_prompt=request.num_prompt_tokens,
             num_tokens=request.num_tokens,
@@ -188,8 +197,8 @@ class CanvasScheduling(Scheduler):
             canvas_width=width if is_free else min(len(request.spec_token_ids), width),
             is_at_prompt=is_at_prompt,
             narrows_later=request.num_output_placeholders > 0,
-            shares_prompt=self.order.prompt_with_step and not may_be_repeated,
-            shares_encode=self.order.encode_with_step,
+            shares_prompt=order.prompt_with_step and not may_be_repeated,
+            shares_encode=order.encode_with_step,
         )
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
@@ -248,7 +257,7 @@ class CanvasScheduling(Scheduler):
             num_denoised = len(canvas)
             is_commit = (
                 num_emitted > 0
-                and self.order.commit_encodes
+                and self._order_of(request).commit_encodes
                 and not arguments_of(request.sampling_params).read_only
             )
             # Nor is one that was scheduled before its block was emitted.
@@ -272,7 +281,7 @@ class CanvasScheduling(Scheduler):
         """
         # The step that emitted them ran canvas rows, so none of them is encoded yet.
         num_encoded = request.num_computed_tokens - len(new_token_ids)
-        commits = self.order.commits
+        commits = self._order_of(request).commits
         if commits and not is_stale:
             # Given tokens at the start of the canvas are computed too, but not emitted.
             request.num_computed_tokens += self.spec.num_given(request.num_tokens)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.layouts import AlignedBlock, CanvasLayout
-from vllm_diffusion.decoding.rule import DecodingRule
+from vllm_diffusion.decoding.rule import AUTOREGRESSIVE, LINEAR_SPEC, DecodingRule
+from vllm_diffusion.decoding.ways import by_request
 from vllm_diffusion.hooks import upstream
 from vllm_diffusion.startup import engine_process
 from vllm_diffusion.startup.async_scheduling import TYPICAL_STEPS, choose_async_scheduling
@@ -63,8 +64,6 @@ logger = logging.getLogger("vllm.vllm_diffusion")
 
 # Block sizes of the KV cache are multiples of this (CanvasAttentionBackend).
 _KERNEL_BLOCK = 16
-# Value of the setting ``rule`` with which vLLM serves the checkpoint as an ordinary causal model.
-AUTOREGRESSIVE = "autoregressive"
 SCHEDULER = "vllm_diffusion.scheduling.canvas_scheduler.canvas_scheduler"
 # Of a GPU; the CPU platform has its own.
 WORKER = "vllm_diffusion.runner.canvas_worker.CanvasWorker"
@@ -192,6 +191,49 @@ class BlockDiffusionEngineConfig:
             )
         return cls.rules[chosen]
 
+    @classmethod
+    def canvases_by_request(
+        cls, model_config: ModelConfig, settings: PluginSettings, canvases: DiffusionConfig
+    ) -> CanvasSpec:
+        """Make the description of canvases, of each way to decode that requests may choose.
+
+        Args:
+            model_config: Configuration of the checkpoint.
+            settings: The operator's.
+            canvases: As for :meth:`canvas_spec`.
+
+        Raises:
+            ValueError: If ``rules`` are none of this model's, or leave out its own or the default.
+        """
+        if settings.rules is None:
+            return cls.canvas_spec(model_config, settings, canvases)
+        own = cls.default_rule(model_config)
+        known = (own, LINEAR_SPEC, AUTOREGRESSIVE)
+        if not set(known) <= set(cls.rule_names()):
+            raise ValueError(
+                f"{OPTION}: rules={settings.rules!r} does not go with this model, whose requests have one way; "
+                "leave it out."
+            )
+        names = tuple(name for name in known if name in settings.rules)
+        if len(names) != len(settings.rules):
+            raise ValueError(
+                f"{OPTION}: rules={settings.rules!r} must list some of {', '.join(known)}, each once."
+            )
+        default = settings.rule or own
+        for name in (own, default):
+            if name not in names:
+                raise ValueError(
+                    f"{OPTION}: rules={settings.rules!r} must hold {name!r}; add it, or leave rules out."
+                )
+        of_diffusion = replace(settings, rule=own, draft_length=None, draft_steps=None)
+        # Requests have the settings of diffusion: there is one value of each.
+        of_drafts = replace(
+            settings, rule=LINEAR_SPEC, max_denoising_steps=None, preset=None, of_rule={}
+        )
+        diffusion = cls.canvas_spec(model_config, of_diffusion, canvases)
+        drafts = cls.canvas_spec(model_config, of_drafts, canvases)
+        return by_request(diffusion, drafts, names, default)
+
     # Called by vLLM.
 
     @classmethod
@@ -217,7 +259,9 @@ class BlockDiffusionEngineConfig:
                 model_config.architecture,
             )
         plan = model_config.diffusion
-        if plan.settings.rule == AUTOREGRESSIVE and cls.has_autoregressive_mode:
+        is_causal = plan.settings.rule == AUTOREGRESSIVE and plan.settings.rules is None
+        # By the setting ``rule`` vLLM serves an ordinary causal model; a request may choose it beside canvases.
+        if is_causal and cls.has_autoregressive_mode:
             _serve_autoregressively(vllm_config)
             cls.apply_autoregressive_defaults(vllm_config)
         else:
@@ -256,7 +300,7 @@ class BlockDiffusionEngineConfig:
 
         canvases = vllm_config.diffusion_config
         assert canvases is not None
-        spec = cls.canvas_spec(model_config, settings, canvases)
+        spec = cls.canvases_by_request(model_config, settings, canvases)
         canvases.canvas_length = length = spec.length
         _check_spec(spec, model_config, attention.backend.name, settings.attention)
         _set_block_size(vllm_config.cache_config, spec.layout.alignment)

@@ -56,14 +56,16 @@ class DiffusionPlan:
     adapters: AdapterRules | None = None
     refusal_path: Path | None = None
 
-    def order(self, is_async: bool | None) -> PassOrder:
+    def order(self, is_async: bool | None, spec: CanvasSpec | None = None) -> PassOrder:
         """Return what the passes of a canvas do.
 
         Args:
             is_async: vLLM's ``async_scheduling``, which it may decide after the plan is made.
+            spec: Description of the canvas, where requests choose their way; ``None`` for the plan's own.
         """
-        assert self.spec is not None
-        return PassOrder.of(self.spec, is_async=bool(is_async), own_attention=self.own_attention)
+        spec = spec or self.spec
+        assert spec is not None
+        return PassOrder.of(spec, is_async=bool(is_async), own_attention=self.own_attention)
 
 
 def plan_of(vllm_config: VllmConfig) -> DiffusionPlan:

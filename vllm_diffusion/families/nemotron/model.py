@@ -103,9 +103,10 @@ class NemotronModelState(BlockDiffusionModelState):
             is_draft = adapter.is_draft_row.zero_()
             if input_batch.num_draft_tokens > 0:
                 slot = input_batch.expanded_idx_mapping.long()
-                is_draft[input_batch.logits_indices] = self.slots.phase[slot] == int(
-                    Phase.DENOISING
-                )
+                drafted = self.slots.phase == int(Phase.DENOISING)
+                if self.slots.verified is not None:
+                    drafted = drafted & self.slots.verified
+                is_draft[input_batch.logits_indices] = drafted[slot]
         return inputs
 
 
@@ -136,7 +137,7 @@ class NemotronLabsDiffusionModel(Adaptable, MistralForCausalLM):
         self._is_diffusion = vllm_config.model_config.is_diffusion
         self.draft_adapter: DraftAdapter | None = None
         spec = spec_of(vllm_config.model_config)
-        drafts = spec is not None and spec.layout.verifies
+        drafts = spec is not None and (spec.layout.verifies or spec.drafts is not None)
         lora = find_draft_lora(vllm_config.model_config) if drafts else None
         if lora is not None:
             max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens

@@ -91,7 +91,7 @@ class NemotronLabsDiffusionEngineConfig(MaskedEngineConfig):
         super().verify_and_update_config(vllm_config)
         model_config = vllm_config.model_config
         spec = spec_of(model_config)
-        if spec is None or not spec.layout.verifies:
+        if spec is None or not (spec.layout.verifies or spec.drafts):
             return
         # The workers find it again, and put it on the layers.
         lora = find_draft_lora(model_config)

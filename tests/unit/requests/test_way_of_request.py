@@ -1,0 +1,157 @@
+"""What a request may ask for beside the way that it chooses, and what a server may offer."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from tests.support.vllm_configs import configure, vllm_config
+from vllm_diffusion.checkpoints import shipped_checkpoint
+from vllm_diffusion.requests.arguments import arguments_of
+
+pytestmark = pytest.mark.engine
+
+DRAFTS, CAUSAL, DENOISED = "linear_spec", "autoregressive", "entropy_bound"
+
+
+def checked(way: str | None, server: dict[str, Any] | None = None, **fields: Any) -> Any:
+    """Parameters of a request, as a server that offers all ways hands them to the engine."""
+    from vllm import SamplingParams
+
+    from tests.support.admission import validate
+    from vllm_diffusion.requests import validation
+
+    validation.install()
+    settings = {"rules": [DENOISED, DRAFTS, CAUSAL]} if server is None else server
+    own = {name: fields.pop(name) for name in list(fields) if name.startswith("diffusion_")}
+    if way is not None:
+        own["diffusion_rule"] = way
+    sampling = SamplingParams(**fields, extra_args=own or None)
+    config = vllm_config(additional_config={"diffusion": settings})
+    validate(sampling, config)
+    return sampling
+
+
+@pytest.mark.parametrize(
+    ("way", "width", "steps"),
+    [(None, None, None), (DENOISED, None, None), (DRAFTS, 16, 1), (CAUSAL, 1, 1)],
+)
+def test_canvases_of_a_way(way: str | None, width: int | None, steps: int | None) -> None:
+    """A draft is as long as a server of drafts makes it, and in the autoregressive way a canvas has one token."""
+    arguments = arguments_of(checked(way, max_tokens=100))
+    assert (arguments.canvas_length, arguments.max_steps) == (width, steps)
+
+
+def test_parameters_of_a_way_that_are_used_again() -> None:
+    """Parameters that were checked once are accepted again, with the width that was written into them."""
+    for way in (DRAFTS, CAUSAL):
+        sampling = checked(way, max_tokens=100)
+        width = arguments_of(sampling).canvas_length
+        again = checked(way, max_tokens=100, diffusion_canvas_length=width)
+        assert arguments_of(again) == arguments_of(sampling)
+
+
+def test_default_of_a_server() -> None:
+    """Requests that choose no way have that of the setting rule."""
+    server = {"rules": [DENOISED, CAUSAL], "rule": CAUSAL}
+    assert arguments_of(checked(None, server, max_tokens=9)).canvas_length == 1
+    assert arguments_of(checked(DENOISED, server, max_tokens=90)).canvas_length is None
+
+
+@pytest.mark.parametrize("way", [DRAFTS, CAUSAL])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", 0.5),
+        ("repetition_penalty", 1.2),
+        ("bad_words", ["a"]),
+        ("diffusion_max_steps", 4),
+        ("diffusion_read_only", True),
+        ("diffusion_preset", "fast"),
+        ("diffusion_t_min", 0.0),
+    ],
+)
+def test_what_a_way_cannot_honour(way: str, field: str, value: Any) -> None:
+    """It is refused by its name, with the way that does not have it, and accepted of a request that is denoised."""
+    from vllm.exceptions import VLLMValidationError
+
+    with pytest.raises(
+        VLLMValidationError, match=f'choose another diffusion_rule than "{way}"'
+    ) as e:
+        checked(way, **{field: value})
+    assert e.value.parameter == field
+    checked(DENOISED, **{field: value})
+
+
+def test_structured_outputs_of_a_way() -> None:
+    """A grammar is refused where a row draws before the tokens in front of it are known to the grammar."""
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import StructuredOutputsParams
+
+    for way in (DRAFTS, CAUSAL):
+        with pytest.raises(VLLMValidationError) as raised:
+            checked(way, structured_outputs=StructuredOutputsParams(regex="a+"))
+        assert raised.value.parameter == "structured_outputs"
+
+
+def test_steering_of_a_single_token() -> None:
+    """Settings of drafts go with drafts alone: a single token is not denoised, nor shown."""
+    from vllm.exceptions import VLLMValidationError
+
+    fields: dict[str, Any] = {"diffusion_frames": 1, "diffusion_stability_threshold": 0}
+    checked(DRAFTS, **fields)
+    for name, value in fields.items():
+        with pytest.raises(VLLMValidationError, match="has no effect") as raised:
+            checked(CAUSAL, **{name: value})
+        assert raised.value.parameter == name
+
+
+@pytest.mark.parametrize(
+    ("server", "reason"),
+    [
+        ({}, "diffusion_rule cannot be chosen on this server"),
+        ({"rules": [DENOISED, DRAFTS]}, f"must be one of {DENOISED}, {DRAFTS}; got '{CAUSAL}'"),
+        ({"rule": CAUSAL}, "diffusion_rule has no effect here"),
+    ],
+    ids=str,
+)
+def test_ways_that_a_server_does_not_offer(server: dict[str, Any], reason: str) -> None:
+    """The choice is refused by its name, with what there is."""
+    from vllm.exceptions import VLLMValidationError
+
+    with pytest.raises(VLLMValidationError, match=reason) as raised:
+        checked(CAUSAL, server)
+    assert raised.value.parameter == "diffusion_rule"
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (
+            {"rules": [DENOISED, "reveal"]},
+            "must list some of entropy_bound, linear_spec, autoregressive",
+        ),
+        ({"rules": [DENOISED, DENOISED]}, "each once"),
+        ({"rules": DENOISED}, "must be a list of names"),
+        ({"rules": 5}, "must be a list of names"),
+        ({"rules": [DRAFTS, CAUSAL]}, "must hold 'entropy_bound'"),
+        ({"rules": [DENOISED, CAUSAL], "rule": DRAFTS}, "must hold 'linear_spec'"),
+    ],
+    ids=str,
+)
+def test_rules_that_no_server_can_offer(settings: dict[str, Any], reason: str) -> None:
+    """A start names the setting and what it may hold."""
+    with pytest.raises(ValueError, match=reason):
+        configure(shipped_checkpoint(), additional_config={"diffusion": settings})
+
+
+def test_way_to_other_processes() -> None:
+    """The description of canvases reaches the engine and its workers, and knows there what each request chose."""
+    settings = {"rules": [DENOISED, DRAFTS, CAUSAL], "draft_length": 8}
+    plan = vllm_config(additional_config={"diffusion": settings}).model_config.diffusion
+    spec = pickle.loads(pickle.dumps(plan)).spec
+    assert spec.of_request({}) is spec
+    assert spec.of_request({"rule": CAUSAL}).length == 8
