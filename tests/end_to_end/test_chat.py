@@ -84,3 +84,12 @@ def test_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         stop = (b"15", signal.SIGINT)
         entries = (b"> ", b"Reverse.\n"), stop, (b"Stopped", b"/quit\n")
         assert "Traceback" not in terminal(running.url, running.api_key, *entries)
+
+
+def test_line_editing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tab completes a command, and the up arrow brings back a line, in which keys move."""
+    monkeypatch.chdir(tmp_path)
+    with Server(fake_server.command("good"), report=lambda _: None) as running:
+        entries = (b"> ", b"/rese\t\n"), (b"settings stay", b"x/nowhere\x01\x1b[3~\n")
+        entries += ((b"no command", b"\x1b[A\x1b[D\x1b[3~\n"), (b"/nowher is no", b"/quit\n"))
+        terminal(running.url, running.api_key, *entries)

@@ -18,12 +18,13 @@ import openai
 import pytest
 
 from vllm_diffusion.cli import chat
-from vllm_diffusion.cli.answer import Answer, LiveDisplay
+from vllm_diffusion.cli.answer import Answer, LiveDisplay, PlainDisplay
 from vllm_diffusion.cli.client import openai_client
 from vllm_diffusion.cli.main import main
 
 # What vLLM sends behind the head of a stream that fails.
 SENT_ERRORS = {"refuses in the stream": 400, "fails in the stream": 500}
+WAYS = ("entropy_bound", "linear_spec", "autoregressive")
 ANSWER = "lamp\x1b[2J and more words"
 SHOWN = ANSWER.replace("\x1b", "\N{REPLACEMENT CHARACTER}")
 USAGE = {"completion_tokens": 40, "prompt_tokens": 1, "total_tokens": 41}
@@ -43,9 +44,12 @@ class Served:
             return httpx.Response(200, json={"object": "list", "data": [{"id": "tiny"}]})
         body = json.loads(request.content)
         self.requests.append(body)
-        preset = body.get("vllm_xargs", {}).get("diffusion_preset", "fast")
-        if self.behaviour == "refuses" or preset != "fast":
+        own = body.get("vllm_xargs", {})
+        if self.behaviour == "refuses" or own.get("diffusion_preset", "fast") != "fast":
             error = {"message": "diffusion_preset must be one of fast"}
+            return httpx.Response(400, json={"error": error})
+        if own.get("diffusion_rule", WAYS[0]) not in WAYS:
+            error = {"message": f"diffusion_rule must be one of {', '.join(WAYS)}; got 'x'."}
             return httpx.Response(400, json={"error": error})
         if not body.get("stream"):
             return httpx.Response(200, json={"object": "chat.completion", "choices": []})
@@ -99,22 +103,56 @@ def test_plain(served: Served, talk: Talk) -> None:
 def test_settings(served: Served, talk: Talk) -> None:
     """What commands set is in the next request, until they take it back."""
     _, err = talk(
-        "/preset fast\n/steps 7\n/temperature 0.5\n/seed 3\n"
+        "/system Be brief.\n/way linear_spec\n/preset fast\n/steps 7\n/temperature 0.5\n/seed 3\n"
         '/schema {"type": "object"}\n/image data:image/png;base64,AA==\nfirst\n'
-        "/steps off\n/preset\n/reset\nsecond\n/help\n/quit\nnot read\n"
+        "/system off\n/way off\n/steps off\n/preset\n/reset\nsecond\n/help\n/quit\nnot read\n"
     )
     # Each setting is asked of the server when it is typed, in a request for one token.
     tried = [request for request in served.requests if not request.get("stream")]
-    assert [request["max_tokens"] for request in tried] == [1] * 6
+    assert [request["max_tokens"] for request in tried] == [1] * 9
     first, second = (request for request in served.requests if request.get("stream"))
-    assert first["vllm_xargs"] == {"diffusion_preset": "fast", "diffusion_max_steps": 7}
+    own = {"diffusion_rule": "linear_spec", "diffusion_preset": "fast", "diffusion_max_steps": 7}
+    assert first["vllm_xargs"] == own
     assert (first["temperature"], first["seed"]) == (0.5, 3)
     assert first["response_format"]["json_schema"]["schema"] == {"type": "object"}
-    assert first["messages"][0]["content"][0]["image_url"]["url"].startswith("data:image/png")
+    assert first["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert first["messages"][1]["content"][0]["image_url"]["url"].startswith("data:image/png")
     assert "vllm_xargs" not in second
     assert second["seed"] == 3
     assert second["messages"] == [{"role": "user", "content": "second"}]
     assert "quality or speed: fast\n" in err
+    assert "how tokens are made: entropy_bound, linear_spec, autoregressive\n" in err
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("/st", ["/steps"]),
+        ("/s", ["/system", "/steps", "/seed", "/schema"]),
+        ("/preset ", ["fast"]),
+        ("/way a", ["autoregressive"]),
+        ("/way", ["/way"]),
+        ("/steps ", []),
+        ("a /st", []),
+        ("hello", []),
+    ],
+)
+def test_completions(line: str, names: list[str], served: Served) -> None:
+    """Commands are completed at the beginning of a line, and ways and presets are those of the server."""
+    client = httpx.Client(transport=httpx.MockTransport(served.answer))
+    made = openai.OpenAI(base_url="http://a/v1", api_key="k", max_retries=0, http_client=client)
+    found = chat.Conversation(made, "tiny", 8, plain=True).completions(line)
+    assert sorted(found) == sorted(names)
+
+
+def test_canvas_of_a_way(served: Served, talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames are requested in a terminal, except from the way that denoises nothing."""
+    drawn: list[bool] = []
+    monkeypatch.setattr(
+        chat, "display_for", lambda out, plain: drawn.append(not plain) or PlainDisplay(out)
+    )
+    talk("first\n/way linear_spec\nsecond\n/way autoregressive\nthird\n")
+    assert drawn == [True, True, False]
 
 
 @pytest.mark.parametrize(

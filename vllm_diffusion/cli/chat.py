@@ -9,7 +9,7 @@ import mimetypes
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -95,15 +95,25 @@ def run(arguments: argparse.Namespace) -> int:
 class Settings:
     """Settings that the conversation's commands change; ``None`` leaves one to the server."""
 
+    way: str | None = None
     preset: str | None = None
     steps: int | None = None
     temperature: float | None = None
     seed: int | None = None
     schema: dict[str, Any] | None = None
+    system: str | None = None
+
+    def opening(self) -> list[Any]:
+        """Messages before the conversation."""
+        return [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def request(self) -> dict[str, Any]:
         """Arguments of ``chat.completions.create``."""
-        own = {"diffusion_preset": self.preset, "diffusion_max_steps": self.steps}
+        own = {
+            "diffusion_rule": self.way,
+            "diffusion_preset": self.preset,
+            "diffusion_max_steps": self.steps,
+        }
         request: dict[str, Any] = {"temperature": self.temperature, "seed": self.seed}
         if self.schema is not None:
             schema = {"name": "answer", "schema": self.schema}
@@ -129,6 +139,8 @@ class Conversation:
     def run(self) -> None:
         """Read lines until there are no more."""
         is_typed = sys.stdin.isatty()
+        if is_typed:
+            self._edit_lines()
         while True:
             try:
                 line = input("> " if is_typed else "").strip()
@@ -144,6 +156,33 @@ class Conversation:
             elif line:
                 self.ask(line)
 
+    def _edit_lines(self) -> None:
+        """Have ``input`` edit lines, recall earlier ones and complete them, where Python has readline."""
+        try:
+            import readline
+        except ImportError:
+            return
+        found: list[str] = []
+
+        def complete(_word: str, index: int) -> str | None:
+            # Asked for one at a time; the server is asked for its names once.
+            if index == 0:
+                found[:] = self.completions(readline.get_line_buffer())
+            return found[index] if index < len(found) else None
+
+        readline.set_completer(complete)
+        readline.set_completer_delims(" ")
+        is_editline = "libedit" in (readline.__doc__ or "")
+        readline.parse_and_bind("bind ^I rl_complete" if is_editline else "tab: complete")
+
+    def completions(self, line: str) -> list[str]:
+        """Return what the last word of a line may become: a command, or a name that the server has."""
+        before, _, word = line.rpartition(" ")
+        known: Sequence[str] = _COMMANDS if not before else ()
+        if before in ("/preset", "/way"):
+            known = self._choices(before[1:])
+        return [name for name in known if name.startswith(word)]
+
     def ask(self, text: str) -> None:
         """Show the answer to a message, and remember both."""
         images = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
@@ -151,12 +190,14 @@ class Conversation:
         message = {"role": "user", "content": content}
         request = {
             "model": self.model,
-            "messages": [*self.messages, message],
+            "messages": [*self.settings.opening(), *self.messages, message],
             "max_tokens": self.max_tokens,
             **self.settings.request(),
         }
+        # Without a canvas there is nothing to draw, and frames would be refused.
+        plain = self.plain or self.settings.way == "autoregressive"
         try:
-            answer = stream_answer(self.client, request, display_for(sys.stdout, plain=self.plain))
+            answer = stream_answer(self.client, request, display_for(sys.stdout, plain=plain))
         except AnswerError as error:
             say(str(error))
             return
@@ -179,8 +220,10 @@ class Conversation:
         name, _, value = line[1:].partition(" ")
         value = value.strip()
         if name == "help":
-            presets = self._presets()
-            return _HELP.format(presets=f": {presets}" if presets else "")
+            presets, ways = (", ".join(self._choices(each)) for each in ("preset", "way"))
+            return _HELP.format(
+                presets=presets and f": {presets}", ways=ways or "not on this server"
+            )
         if name == "reset":
             self.messages.clear()
             self.images.clear()
@@ -209,23 +252,24 @@ class Conversation:
         Raises:
             AnswerError: If it does not.
         """
-        message: Any = {"role": "user", "content": "a"}
+        messages: list[Any] = [*settings.opening(), {"role": "user", "content": "a"}]
         try:
             self.client.chat.completions.create(
-                model=self.model, messages=[message], max_tokens=1, **settings.request()
+                model=self.model, messages=messages, max_tokens=1, **settings.request()
             )
         except Exception as error:
             # Errors of the HTTP library and of the client.
             raise AnswerError(reason(error)) from error
 
-    def _presets(self) -> str:
-        """Return the names of the model's presets as its server lists them where it refuses another one."""
+    def _choices(self, setting: str) -> list[str]:
+        """Return the names that a setting may have, as the server lists them where it refuses another one."""
+        refused: dict[str, Any] = {setting: "?"}
         try:
-            self._try(Settings(preset="?"))
+            self._try(Settings(**refused))
         except AnswerError as error:
-            names = re.search(r"diffusion_preset must be one of ([\w, ]+)", str(error))
-            return names[1] if names else ""
-        return ""
+            names = re.search(r"diffusion_\w+ must be one of ([\w, ]+)", str(error))
+            return names[1].split(", ") if names else []
+        return []
 
     def _add_image(self, value: str) -> str:
         if not value:
@@ -248,13 +292,18 @@ class Conversation:
 
 
 _READERS: dict[str, Callable[[str], Any]] = {
+    "system": str,
+    "way": str,
     "preset": str,
     "steps": values.integer(),
     "temperature": values.number(0, 2),
     "seed": values.seed,
     "schema": values.schema,
 }
+_COMMANDS = tuple(f"/{name}" for name in ("help", "image", "reset", "quit", *_READERS))
 _HELP = """\
+/system TEXT        stands before the conversation
+/way NAME           how tokens are made: {ways}
 /preset NAME        the model's settings for quality or speed{presets}
 /steps N            at most N denoising steps a canvas
 /temperature X      of the draws; 0 takes the likeliest tokens
@@ -263,4 +312,5 @@ _HELP = """\
 /image FILE         goes with the next message; an address does too
 /reset              forget what was said
 /quit               or Ctrl-D
-Without a value, or with off, a setting is the server's again. Ctrl-C stops an answer."""
+Without a value, or with off, a setting is the server's again. Ctrl-C stops an answer.
+Tab completes commands, ways and presets; the up arrow recalls what was typed."""
