@@ -5,8 +5,10 @@ The stub does what no healthy server does, too; ``test_page_server.py`` has a re
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page, expect
@@ -16,6 +18,8 @@ from tests.support.page_browser import CONTRASTS, MARKS, ask, cells, connect, co
 from tests.support.page_stub import Stub, running_stub
 
 pytestmark = MARKS
+# A picture of one pixel.
+DOT = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +36,7 @@ def test_hostile_tokens(stub: Stub, new_page: Callable[..., Page]) -> None:
     page.get_by_role("slider", name="Step").fill(str(page_stub.STEPS - 1))
     hostile = list(page_stub.HOSTILE)
     assert [cell.replace("␣", " ") for cell in cells(page)[: len(hostile)]] == hostile
-    expect(page.get_by_role("log").locator("p").last).to_contain_text("".join(hostile))
+    expect(page.get_by_role("log").locator(".said").last).to_contain_text("".join(hostile))
     expect(page.locator(".text .committed")).to_have_text("".join(hostile))
     page.get_by_role("slider", name="Step").fill(str(page_stub.STEPS))
     expect(page.locator(".text .committed")).to_have_text("".join(hostile))
@@ -40,7 +44,7 @@ def test_hostile_tokens(stub: Stub, new_page: Callable[..., Page]) -> None:
     theirs = new_page(f"{stub.url}#prompt=<script>window.ran=1</script>&turn=<img src=x>&a.<b>=<i>")
     connect(theirs, page_stub.KEY)
     expect(theirs.get_by_role("alert")).to_contain_text("this model does not take <b> of the link")
-    expect(theirs.get_by_role("log").locator("p")).to_have_text("<img src=x>")
+    expect(theirs.get_by_role("log").locator(".said")).to_have_text("<img src=x>")
     for opened in (page, theirs):
         assert opened.evaluate("window.ran") is None
         assert opened.locator("script").count() == 1
@@ -55,7 +59,7 @@ def test_server_dies(new_page: Callable[..., Page]) -> None:
         page.get_by_role("textbox", name="Message").fill("die")
         page.keyboard.press("Enter")
         expect(page.get_by_role("alert")).to_contain_text("Server: it broke off in the middle")
-        expect(page.get_by_role("log").locator("p").last).to_contain_text("what they are told.")
+        expect(page.get_by_role("log").locator(".said").last).to_contain_text("what they are told.")
         expect(page.get_by_role("textbox", name="Message")).to_have_value("die")
         page.get_by_role("textbox", name="Message").fill("")
         ask(page, "And now?")
@@ -155,10 +159,13 @@ def test_key_form(stub: Stub, new_page: Callable[..., Page]) -> None:
     expect(change).to_be_hidden()
     hint = page.locator("#prompt-hint")
     expect(page.get_by_role("button", name="Send")).to_be_disabled()
-    expect(hint).to_have_text("Enter the key first; then messages can be sent.")
+    # Where it is, too; what cannot be done yet is not suggested.
+    expect(hint).to_contain_text("Enter the key first, at the top: the VLLM_API_KEY")
+    expect(page.locator("#nothing")).to_contain_text("Enter the key, then send a message")
     connect(page, page_stub.KEY)
     expect(form).to_be_hidden()
     expect(hint).to_contain_text("Enter sends it")
+    expect(page.locator("#nothing")).to_contain_text("Send a message, and watch")
     expect(page.get_by_role("textbox", name="Message")).to_be_focused()
     ask(page, "Something.")
     change.focus()
@@ -175,7 +182,7 @@ def test_key_form(stub: Stub, new_page: Callable[..., Page]) -> None:
     expect(change).to_be_hidden()
     connect(page, page_stub.KEY)
     expect(change).to_be_visible()
-    expect(page.get_by_role("log").locator("p").first).to_have_text("Something.")
+    expect(page.get_by_role("log").locator(".said").first).to_have_text("Something.")
     with running_stub(key=None) as open_to_all:
         page = new_page(open_to_all.url)
         expect(page.get_by_role("button", name="Send")).to_be_enabled()
@@ -193,6 +200,117 @@ def test_narrow_screen(new_page: Callable[..., Page]) -> None:
         page.get_by_text("More", exact=True).click()
         ask(page, "hostile", panels=2)
         assert page.evaluate("document.scrollingElement.scrollWidth") <= 400
+
+
+def test_header_after_connecting(stub: Stub, new_page: Callable[..., Page]) -> None:
+    """The keyboard and typing go to the message without scrolling the header of a narrow screen away."""
+    page = new_page(stub.url, viewport={"width": 400, "height": 600})
+    connect(page, page_stub.KEY)
+    expect(page.get_by_role("textbox", name="Message")).to_be_focused()
+    page.keyboard.type("Hello")
+    # A scroll is there in the next frame.
+    page.evaluate("new Promise(requestAnimationFrame)")
+    assert page.evaluate("scrollY") == 0
+
+
+def test_markdown(stub: Stub, new_page: Callable[..., Page]) -> None:
+    """A whole answer is shown as Markdown, except what leads elsewhere; its canvas and raw text are a click away."""
+    page = new_page(stub.url)
+    connect(page, page_stub.KEY)
+    ask(page, "markdown")
+    said = page.get_by_role("log").locator(".said").last
+    for tag, text in (
+        ("h4", "Seasons"),
+        ("ol > li > ul code", "tulip"),
+        ("ol em", "spring"),
+        ("ol > li:last-child", "autumn &wind"),
+        ("table tr:last-child td:last-child", "31"),
+        ("pre code", "<b>code</b>"),
+    ):
+        assert said.locator(tag).text_content().strip() == text
+    expect(said).to_contain_text("[a link](http://127.0.0.1/elsewhere)")
+    expect(said).to_contain_text("![a picture](http://127.0.0.1/p.png) <i>slanted</i>")
+    assert said.locator("a, img, i").count() == 0
+    # What the model goes on from, and a link holds, is what it wrote.
+    ask(page, "Something.")
+    assert stub.asked[-1]["messages"][1]["content"].startswith(page_stub.MARKDOWN)
+    expect(page.locator(".text")).not_to_contain_text("Seasons")
+    page.get_by_role("button", name="Canvas").first.click()
+    expect(page.locator(".text")).to_contain_text("## Seasons")
+    assert "prompt=markdown" in page.get_by_label("Link to this prompt").input_value()
+    expect(page.get_by_role("slider", name="Step")).to_be_enabled()
+
+
+def test_markdown_without_end(stub: Stub, new_page: Callable[..., Page]) -> None:
+    """An answer of thousands of nested quotations stays plain text."""
+    page = new_page(stub.url)
+    shown = page.evaluate(
+        "import('./markdown.js').then(({ rendered }) => rendered('>'.repeat(9999)).join('').length)"
+    )
+    assert shown == 9999
+
+
+def test_system_prompt_and_picture(
+    stub: Stub, new_page: Callable[..., Page], tmp_path: Path
+) -> None:
+    """A system prompt stands before every message and in the link, and a picture goes with one message."""
+    picture = tmp_path / "dot.png"
+    picture.write_bytes(base64.b64decode(DOT))
+    page = new_page(stub.url)
+    connect(page, page_stub.KEY)
+    page.get_by_label("System prompt").fill("Be brief.")
+    page.get_by_label("Picture", exact=True).set_input_files(picture)
+    ask(page, "What is this?")
+    sent = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{DOT}"}}
+    system = {"role": "system", "content": "Be brief."}
+    question = {"role": "user", "content": [sent, {"type": "text", "text": "What is this?"}]}
+    assert stub.asked[-1]["messages"] == [system, question]
+    expect(page.get_by_role("log").get_by_alt_text("The picture")).to_be_visible()
+    ask(page, "Are you sure?")
+    messages = stub.asked[-1]["messages"]
+    assert messages[:2] == [system, question]
+    assert messages[3] == {"role": "user", "content": "Are you sure?"}
+    link = page.get_by_label("Link to this prompt").input_value()
+    assert "base64" not in link
+    theirs = new_page(link)
+    connect(theirs, page_stub.KEY)
+    expect(theirs.get_by_label("System prompt")).to_have_value("Be brief.")
+    expect(theirs.locator(".entry.you .said")).to_have_text("What is this?")
+
+
+def test_ways(stub: Stub, new_page: Callable[..., Page]) -> None:
+    """A way of the server is chosen at the top of the settings; one without a canvas asks for no frames."""
+    page = new_page(stub.url)
+    connect(page, page_stub.KEY)
+    first, second = page.locator("#choices > .field label").all_inner_texts()[:2]
+    assert (first, second) == ("Way to decode", "Preset")
+    page.get_by_role("combobox", name="Way to decode").select_option("linear_spec")
+    ask(page, "Something.")
+    assert stub.asked[-1]["vllm_xargs"]["diffusion_rule"] == "linear_spec"
+    assert stub.asked[-1]["vllm_xargs"]["diffusion_frames"] == 1
+    page.get_by_role("combobox", name="Way to decode").select_option("autoregressive")
+    ask(page, "Something.")
+    assert stub.asked[-1]["vllm_xargs"] == {"diffusion_rule": "autoregressive"}
+    expect(page.get_by_role("log").locator(".said").last).to_have_text("Token by token.")
+    expect(page.locator(".text")).to_have_text("Token by token.")
+    expect(page.locator(".position")).to_contain_text("there is no canvas")
+    assert cells(page) == []
+
+
+def test_end_token_explained(stub: Stub, new_page: Callable[..., Page]) -> None:
+    """The legend names the tokens that end an answer, and the one on the canvas is shown whole."""
+    page = new_page(stub.url)
+    connect(page, page_stub.KEY)
+    ask(page, "Something.")
+    expect(page.locator("#ends")).to_have_text(
+        re.compile("^(<eos> or <turn.>|<turn.> or <eos>) ends the answer$")
+    )
+    end = page.locator(".canvas .cell.end:visible")
+    expect(end).to_have_text("<eos>")
+    assert end.get_attribute("aria-label").endswith("it ends the answer, and is no part of it")
+    # As wide as two, which hold a name like <|im_end|>.
+    end.locator("span").evaluate("node => { node.textContent = '<|im_end|>'; }")
+    assert end.locator("span").evaluate("node => node.scrollWidth <= node.clientWidth")
 
 
 @pytest.mark.slow
@@ -303,7 +421,7 @@ def test_text_before_its_frames(stub: Stub, new_page: Callable[..., Page]) -> No
     page = new_page(stub.url)
     connect(page, page_stub.KEY)
     ask(page, "early")
-    answer = page.get_by_role("log").locator("p").last.inner_text()
+    answer = page.get_by_role("log").locator(".said").last.inner_text()
     expect(page.locator(".text")).to_have_text(answer)
     page.get_by_role("slider", name="Step").fill("0")
     expect(page.locator(".text .committed")).to_be_empty()
@@ -322,7 +440,7 @@ def test_empty_answers(stub: Stub, new_page: Callable[..., Page]) -> None:
         ("think", "the model ended it after its thought"),
     ):
         ask(page, prompt)
-        expect(page.get_by_role("log").locator("p").last).to_have_text(f"No text: {why}.")
+        expect(page.get_by_role("log").locator(".said").last).to_have_text(f"No text: {why}.")
         expect(page.locator(".text")).to_have_text("Hm." if prompt == "think" else "")
     # What the page says is no part of the chat.
     answers = [m["content"] for m in stub.asked[-1]["messages"] if m["role"] == "assistant"]
@@ -330,7 +448,7 @@ def test_empty_answers(stub: Stub, new_page: Callable[..., Page]) -> None:
     page.get_by_role("textbox", name="Message").fill("give up")
     page.keyboard.press("Enter")
     expect(page.get_by_role("alert")).to_contain_text("it gave the answer up")
-    expect(page.get_by_role("log").locator("p").last).to_contain_text("what they are told.")
+    expect(page.get_by_role("log").locator(".said").last).to_contain_text("what they are told.")
 
 
 @pytest.mark.slow

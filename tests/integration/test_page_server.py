@@ -76,7 +76,7 @@ def test_watch_and_replay(server: Server, new_page: Callable[..., Page]) -> None
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
     answer = "".join(delta.get("content") or "" for delta in deltas)
     assert answer.strip()
-    expect(page.get_by_role("log").locator("p").last).to_have_text(answer)
+    expect(page.get_by_role("log").locator(".said").last).to_have_text(answer)
     scrubber = page.get_by_role("slider", name="Step")
     assert scrubber.get_attribute("max") == str(len(frames) - 1)
     scrubber.focus()
@@ -116,5 +116,5 @@ def test_watch_and_replay(server: Server, new_page: Callable[..., Page]) -> None
     expect(theirs.get_by_role("textbox", name="Message")).to_have_value(prompt)
     theirs.get_by_role("button", name="Send").click()
     expect(theirs.locator(".state")).to_have_text("Done")
-    expect(theirs.get_by_role("log").locator("p").last).to_have_text(answer)
+    expect(theirs.get_by_role("log").locator(".said").last).to_have_text(answer)
     assert cells(theirs, ".map") == cells(page, ".map")

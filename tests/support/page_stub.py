@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -15,14 +16,32 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, StreamingResponse
+from vllm.config import MultiModalConfig
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
 from tests.support.specs import diffusion_gemma_spec
+from vllm_diffusion.decoding.ways import by_request
 from vllm_diffusion.live.page.plugin import LiveCanvasPage
 from vllm_diffusion.startup.plan import DiffusionPlan
 
 KEY = "the key of the stub"
 CANVAS_LENGTH, STEPS = 32, 6
+WAYS = ("entropy_bound", "linear_spec", "autoregressive")
+MARKDOWN = """\
+## Seasons
+1. *spring*,
+   - `tulip`
+2. **autumn** &
+   wind
+
+| month | days |
+|---|---|
+| May | 31 |
+
+```
+<b>code</b>
+```
+[a link](http://127.0.0.1/elsewhere) ![a picture](http://127.0.0.1/p.png) <i>slanted</i>"""
 # What a model may write to run something in whoever reads it.
 HOSTILE = (
     "<script>window.ran = 1</script>",
@@ -49,7 +68,8 @@ def engine_client(spec: Any, **model: Any) -> Any:
         model: Fields of the model's configuration.
     """
     model_config = SimpleNamespace(
-        **model, try_get_generation_config=lambda: {"eos_token_id": [1, 2]}
+        try_get_generation_config=lambda: {"eos_token_id": [1, 2]},
+        **{"multimodal_config": None, **model},
     )
     if spec is not None:
         model_config.diffusion = DiffusionPlan(spec=spec)
@@ -70,12 +90,14 @@ def stub_app(asked: list[dict[str, Any]], key: str | None, name: str) -> FastAPI
         name: Of the served model, or its folder, whose name is then the model's.
     """
     page = LiveCanvasPage()
+    spec = diffusion_gemma_spec(CANVAS_LENGTH, 16)
     engine = engine_client(
-        diffusion_gemma_spec(CANVAS_LENGTH, 16),
+        by_request(spec, spec, WAYS, WAYS[0]),
         served_model_name=name.rpartition("/")[2],
         model=name,
         architecture="DiffusionGemmaForBlockDiffusion",
         max_model_len=1024,
+        multimodal_config=MultiModalConfig(limit_per_prompt={"image": 1}),
     )
 
     @asynccontextmanager
@@ -90,11 +112,16 @@ def stub_app(asked: list[dict[str, Any]], key: str | None, name: str) -> FastAPI
     async def chat(body: dict[str, Any]) -> Any:
         asked.append(body)
         prompt = body["messages"][-1]["content"]
+        if isinstance(prompt, list):
+            prompt = prompt[-1]["text"]
         if prompt == "refuse":
             return JSONResponse({"error": {"message": "seed must be <b>small</b>."}}, 400)
         if prompt == "another model":
             return JSONResponse({"error": {"message": "The model `stub` does not exist."}}, 404)
-        events = _empty_answer(prompt) if prompt in EMPTY else _events(prompt)
+        if "diffusion_frames" not in body["vllm_xargs"]:
+            events = _without_canvases()
+        else:
+            events = _empty_answer(prompt) if prompt in EMPTY else _events(prompt)
         return StreamingResponse(events, media_type="text/event-stream")
 
     if key is not None:
@@ -114,10 +141,18 @@ async def _empty_answer(prompt: str) -> AsyncIterator[str]:
     yield "data: [DONE]\n\n"
 
 
+async def _without_canvases() -> AsyncIterator[str]:
+    for text in ("Token ", "by ", "token."):
+        yield _event({"choices": [{"index": 0, "delta": {"content": text}}]})
+    yield "data: [DONE]\n\n"
+
+
 async def _events(prompt: str) -> AsyncIterator[str]:
     texts = ["Canvases ", "of ", "this ", "server ", "say ", "what ", "they ", "are ", "told."]
     if prompt == "hostile":
         texts = list(HOSTILE)
+    if prompt == "markdown":
+        texts = re.findall(r"\s*\S+\s?", MARKDOWN)
     if prompt == "cold":
         await asyncio.sleep(1.5)
     for block, chunk in enumerate((texts, ["\n", "The end."])):

@@ -16,7 +16,10 @@ from vllm_diffusion.hooks.replacement import replaces
 
 # The files of the live canvas's page, which asks for the key itself and shows nothing of the server.
 PAGE = "/diffusion/"
-PAGE_FILES = ("", "page.css", "page.js", "client.js", "grid.js", "panel.js", "settings.js")
+PAGE_FILES = (
+    *("", "page.css", "page.js", "client.js", "grid.js", "markdown.js", "marked.js"),
+    *("panel.js", "settings.js"),
+)
 # What load balancers and Prometheus ask, who have no key, and what asks for it.
 _OPEN = ("/health", "/ping", "/metrics", *(PAGE + name for name in PAGE_FILES))
 

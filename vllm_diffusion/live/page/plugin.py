@@ -57,7 +57,8 @@ class LiveCanvasPage:
 
         Returns:
             JSON: the ``model``'s served name, its ``architecture``, ``canvas_length`` (of a canvas that holds
-            the whole sequence, the positions that are denoised at a time) and ``max_model_len`` in tokens, its ``end_tokens``; ``tasks``, a sentence on what a shipped
+            the whole sequence, the positions that are denoised at a time) and ``max_model_len`` in tokens, its ``end_tokens``; ``takes_pictures``,
+            whether a message may hold one; ``tasks``, a sentence on what a shipped
             checkpoint can do, empty for other models; ``settings``, what a request may set in
             ``vllm_xargs``, as :func:`offered_settings` describes it; and ``presets``: settings that go
             together, by the preset's name.
@@ -73,12 +74,15 @@ class LiveCanvasPage:
                 f"{model_config.served_model_name} is not served by vllm-diffusion, so it has no canvas; "
                 "see `vllm-diffusion doctor`.",
             )
+        multimodal = model_config.multimodal_config
         return {
             "model": model_config.served_model_name,
             "architecture": model_config.architecture,
             "canvas_length": spec.block_length({}),
             "max_model_len": model_config.max_model_len,
             "end_tokens": self._end_tokens,
+            "takes_pictures": multimodal is not None
+            and multimodal.get_limit_per_prompt("image") > 0,
             "tasks": shipped_tasks(model_config.model),
             "settings": offered_settings(spec),
             "presets": {

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
+from vllm.config import MultiModalConfig
 
 from tests.support.checkpoints import SHIPPED
 from tests.support.page_stub import engine_client
@@ -20,11 +22,17 @@ from vllm_diffusion.startup.shipped import TASKS
 
 pytestmark = pytest.mark.engine
 
+# lib/marked.esm.js of marked 18.2.1.
+MARKED = "5371fea86fd0656b4fc7bea7c94c663109d82789b69433eeee78d42895aa44de"
 KEY = {"Authorization": "Bearer the key"}
 
 
 def client(
-    spec: Any = None, guard: Any = None, model: str = "someone/m", **options: Any
+    spec: Any = None,
+    guard: Any = None,
+    model: str = "someone/m",
+    multimodal_config: Any = None,
+    **options: Any,
 ) -> TestClient:
     from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 
@@ -32,7 +40,12 @@ def client(
     assert isinstance(plugin, EndpointPlugin)
     plugin.attach_router(app)
     engine = engine_client(
-        spec, model=model, served_model_name="m", architecture="A", max_model_len=64
+        spec,
+        model=model,
+        served_model_name="m",
+        architecture="A",
+        max_model_len=64,
+        multimodal_config=multimodal_config,
     )
     asyncio.run(plugin.init_state(engine, app.state, None))
     if guard is not None:
@@ -72,6 +85,10 @@ def test_files() -> None:
         assert "unsafe" not in policy
         assert response.headers["x-content-type-options"] == "nosniff"
         assert response.headers["referrer-policy"] == "no-referrer"
+        if name == "marked.js":
+            # The library as its publisher released it, of which the page takes what makes no markup.
+            assert hashlib.sha256(response.content).hexdigest() == MARKED
+            continue
         # Nothing is fetched from elsewhere, and nothing is written as markup.
         assert "://" not in response.text
         assert not re.search(
@@ -116,6 +133,14 @@ def test_tasks() -> None:
     assert client(spec).get(MODEL_PATH).json()["tasks"] == ""
     shipped = client(spec, model=str(SHIPPED)).get(MODEL_PATH).json()
     assert shipped["tasks"] == TASKS
+
+
+@pytest.mark.parametrize(("limits", "takes"), [(None, False), ({"image": 0}, False), ({}, True)])
+def test_takes_pictures(limits: dict[str, int] | None, takes: bool) -> None:
+    """A picture is offered where the model and the server's limits take one."""
+    config = None if limits is None else MultiModalConfig(limit_per_prompt=limits)
+    told = client(diffusion_gemma_spec(32), multimodal_config=config).get(MODEL_PATH).json()
+    assert told["takes_pictures"] is takes
 
 
 def test_end_tokens() -> None:

@@ -26,7 +26,7 @@ export class Grid {
     });
   }
 
-  // Show positions: {text, small, label, heat, isKept, isChanged} each.
+  // Show positions: {text, small, label, heat, isKept, isChanged, isEnd} each.
   // Those from `numShown` on are folded, and `folded` names them.
   show(positions, numShown = positions.length, folded = "") {
     this.shown = [positions, numShown, folded];
@@ -48,6 +48,7 @@ export class Grid {
       cell.style.setProperty("--heat", position.heat.toFixed(3));
       cell.classList.toggle("kept", position.isKept);
       cell.classList.toggle("changed", Boolean(position.isChanged));
+      cell.classList.toggle("end", Boolean(position.isEnd));
     });
     if (this.fold) this.#showFold(folded);
     // The keyboard is not lost with a position that was folded under it.

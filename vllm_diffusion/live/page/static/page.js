@@ -1,8 +1,9 @@
 // The page of the live canvas: what its controls do.
 
 import { Problem, WrongKey, chunksOf, describedModel } from "./client.js";
+import { rendered } from "./markdown.js";
 import { Panel, fillScale } from "./panel.js";
-import { Settings, fragmentOf, inWords, mistakeIn, questionIn } from "./settings.js";
+import { Settings, element, fragmentOf, inWords, mistakeIn, questionIn } from "./settings.js";
 
 const at = (id) => document.getElementById(id);
 const settings = new Settings(at("choices"), at("compare"));
@@ -13,6 +14,9 @@ let model = null;
 let turns = [];
 let panels = [];
 let stopping = null;
+const FRAMES = {
+  diffusion_frames: 1, diffusion_frame_fields: ["tokens", "kept", "entropy"], diffusion_step_map: 1,
+};
 const HINT = at("prompt-hint").textContent;
 
 function say(sentence) {
@@ -25,12 +29,15 @@ function showKeyForm(isShown) {
   at("connect").hidden = !isShown;
   at("change-key").ariaExpanded = isShown;
   if (isShown) at("key").focus();
-  else if (hadFocus) at("prompt").focus();
+  else if (hadFocus) at("prompt").focus({ preventScroll: true });
 }
 
 // Send is off until the server has taken a key, and the reason stands next to it.
 function showHint(needsKey) {
-  at("prompt-hint").textContent = needsKey ? "Enter the key first; then messages can be sent." : HINT;
+  at("prompt-hint").textContent = needsKey
+    ? "Enter the key first, at the top: the VLLM_API_KEY that the server was started with." : HINT;
+  at("invitation").textContent =
+    `${needsKey ? "Enter the key, then send" : "Send"} a message, and watch its answer being denoised.`;
   at("prompt-hint").classList.toggle("needed", needsKey);
 }
 
@@ -51,6 +58,9 @@ async function connect() {
     `${model.model} (${model.architecture}), canvases of ${model.canvas_length} tokens`;
   at("tasks").textContent = model.tasks;
   at("tasks").hidden = !model.tasks;
+  at("attach").hidden = !model.takes_pictures;
+  at("ends").hidden = !model.end_tokens.length;
+  at("ends").textContent = `${model.end_tokens.join(" or ")} ends the answer`;
   showHint(false);
   at("send").disabled = Boolean(stopping);
   at("change-key").hidden = !key;
@@ -70,8 +80,12 @@ function readLink() {
   if (!question || !model || stopping) return;
   clearChat();
   turns = question.turns;
-  for (const turn of turns) addToLog(turn.role === "user" ? "You" : "Model", turn.content);
+  for (const { role, content } of turns) {
+    const said = addToLog(role === "user" ? "You" : "Model", content);
+    if (role === "assistant") render(said, content);
+  }
   at("prompt").value = question.prompt;
+  at("system").value = question.system;
   at("seed").value = question.seed;
   at("max_tokens").value = question.maxTokens;
   const unknown = settings.fill(question.choices);
@@ -81,20 +95,21 @@ function readLink() {
   }
   if (unknown.length) problems.push(`Settings: this model does not take ${unknown.join(", ")} of the link.`);
   say(problems.join(" "));
-  at("prompt").focus();
+  at("prompt").focus({ preventScroll: true });
 }
 
-function addToLog(who, text) {
-  const entry = document.createElement("div");
-  const name = document.createElement("b");
-  const paragraph = document.createElement("p");
-  entry.className = who === "You" ? "entry you" : "entry";
-  name.textContent = who;
-  paragraph.textContent = text;
-  entry.append(name, paragraph);
-  at("log").append(entry);
+function addToLog(who, ...content) {
+  const said = element("div", { className: "said" }, ...content);
+  at("log").append(element("div", { className: who === "You" ? "entry you" : "entry" }, element("b", {}, who), said));
   scrollLog();
-  return paragraph;
+  return said;
+}
+
+// What stays in the chat of an answer that is whole.
+function render(said, text) {
+  said.classList.add("rendered");
+  said.replaceChildren(...rendered(text));
+  scrollLog();
 }
 
 // The page itself stays where it is.
@@ -106,8 +121,18 @@ function clearChat() {
   turns = [];
   at("log").replaceChildren();
   showPanels([]);
+  at("picture").value = "";
   at("share").hidden = true;
   say("");
+}
+
+// The canvases of an answer, the last or an earlier one, and the link to its question.
+function showAnswer(question, shown) {
+  showPanels(shown);
+  at("link").value = `${location.origin}${location.pathname}${fragmentOf(question)}`;
+  at("share").hidden = false;
+  at("copied").textContent = "";
+  bringIntoView(at("canvases"));
 }
 
 function showPanels(shown) {
@@ -124,6 +149,18 @@ function bringIntoView(section) {
   if (top < 0 || top > innerHeight / 8) section.scrollIntoView({ block: "start" });
 }
 
+// The chosen file as an address that holds it; empty if none is chosen.
+function readPicture() {
+  const [file] = at("picture").files;
+  if (!file || !model.takes_pictures) return "";
+  const reader = new FileReader();
+  return new Promise((resolve, reject) => {
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(new Problem(`Picture: ${file.name} cannot be read; choose another file.`));
+    reader.readAsDataURL(file);
+  });
+}
+
 // What the form asks, or null with a sentence about what is wrong with it.
 function readQuestion() {
   const prompt = at("prompt").value.trim();
@@ -138,6 +175,7 @@ function readQuestion() {
   }
   return {
     model: model.model,
+    system: at("system").value.trim(),
     turns: [...turns],
     prompt,
     seed: at("seed").valueAsNumber,
@@ -146,32 +184,40 @@ function readQuestion() {
   };
 }
 
+function messageOf({ prompt, picture }) {
+  const text = { type: "text", text: prompt };
+  return { role: "user", content: picture ? [{ type: "image_url", image_url: { url: picture } }, text] : prompt };
+}
+
+// A request that denoises nothing has no frames.
+function isDenoised(values) {
+  const ways = model.settings.find(({ name }) => name === "diffusion_rule");
+  return (values.diffusion_rule ?? ways?.default) !== "autoregressive";
+}
+
 function bodyOf(question, values) {
   const { temperature, ...ofCanvas } = values;
   return {
     model: question.model,
-    messages: [...question.turns, { role: "user", content: question.prompt }],
+    messages: [
+      ...(question.system ? [{ role: "system", content: question.system }] : []), ...question.turns, messageOf(question),
+    ],
     seed: question.seed,
     max_tokens: question.maxTokens,
     ...(temperature === undefined ? {} : { temperature }),
     stream: true,
     stream_options: { include_usage: true },
-    vllm_xargs: {
-      diffusion_frames: 1,
-      diffusion_frame_fields: ["tokens", "kept", "entropy"],
-      diffusion_step_map: 1,
-      ...ofCanvas,
-    },
+    vllm_xargs: { ...(isDenoised(values) ? FRAMES : {}), ...ofCanvas },
   };
 }
 
 // Of an answer without text, in the place where that would be.
-function explain(paragraph, why) {
-  paragraph.textContent = `No text: ${why}.`;
-  paragraph.className = "why";
+function explain(said, why) {
+  said.textContent = `No text: ${why}.`;
+  said.classList.add("why");
 }
 
-async function answer(question, values, panel, paragraph, signal) {
+async function answer(question, values, panel, said, signal) {
   let text = "";
   try {
     for await (const chunk of chunksOf(bodyOf(question, values), key, signal)) {
@@ -179,24 +225,26 @@ async function answer(question, values, panel, paragraph, signal) {
       if (committed) {
         text += committed;
         // A screen reader reads out what is added to a log.
-        paragraph.append(committed);
+        said.append(committed);
         scrollLog();
       }
     }
   } catch (error) {
     const isStopped = error.name === "AbortError";
     panel.end(isStopped ? "Stopped" : "Ended before the answer was whole");
-    if (!text) explain(paragraph, isStopped ? "you stopped it" : "it ended before it was whole");
+    if (!text) explain(said, isStopped ? "you stopped it" : "it ended before it was whole");
     if (!isStopped) throw error;
     return null;
   }
   panel.end("Done");
-  if (!text) explain(paragraph, panel.whyEmpty());
+  if (text.trim()) render(said, text);
+  else explain(said, panel.whyEmpty());
   return text;
 }
 
 // A request may have narrower canvases than the server's.
 function canvasLength(values) {
+  if (!isDenoised(values)) return 0;
   return values.diffusion_canvas_length ?? values.diffusion_block_length ?? model.canvas_length;
 }
 
@@ -219,23 +267,33 @@ async function ask() {
   if (!question) return;
   say("");
   showAnswering(new AbortController());
+  try {
+    question.picture = await readPicture();
+  } catch (error) {
+    showAnswering(null);
+    throw error;
+  }
   const names = question.choices.length > 1 ? ["A", "B"] : ["Model"];
-  showPanels(question.choices.map((values, index) =>
-    new Panel(titleOf(question.choices, index), model.end_tokens, canvasLength(values))));
-  addToLog("You", question.prompt);
-  const paragraphs = names.map((name) => addToLog(name, ""));
+  const shown = question.choices.map((values, index) =>
+    new Panel(titleOf(question.choices, index), model.end_tokens, canvasLength(values)));
+  const picture = question.picture ? [element("img", { src: question.picture, alt: "The picture" })] : [];
+  addToLog("You", ...picture, question.prompt);
+  const answers = names.map((name) => addToLog(name));
+  for (const said of answers) {
+    const button = element("button", { type: "button", className: "quiet" }, "Canvas");
+    button.addEventListener("click", () => showAnswer(question, shown));
+    said.after(button);
+  }
   at("prompt").value = "";
-  at("link").value = `${location.origin}${location.pathname}${fragmentOf(question)}`;
-  at("share").hidden = false;
-  at("copied").textContent = "";
-  bringIntoView(at("canvases"));
+  showAnswer(question, shown);
   const ended = await Promise.allSettled(question.choices.map((values, index) =>
-    answer(question, values, panels[index], paragraphs[index], stopping.signal)));
+    answer(question, values, shown[index], answers[index], stopping.signal)));
   showAnswering(null);
   const failed = ended.find((end) => end.status === "rejected");
   if (!failed && ended[0].value !== null) {
     // A chat goes on from the answer with the first settings.
-    turns = [...question.turns, { role: "user", content: question.prompt }, { role: "assistant", content: ended[0].value }];
+    turns = [...question.turns, messageOf(question), { role: "assistant", content: ended[0].value }];
+    at("picture").value = "";
     return;
   }
   at("prompt").value = question.prompt;

@@ -6,6 +6,7 @@ import { Grid, visible } from "./grid.js";
 
 const REPLAY_MILLISECONDS = 400;
 const CLOCK_MILLISECONDS = 100;
+const NO_CANVAS = "This way writes one token after another, so that there is no canvas.";
 const HINT = "Point at a position, or move with the arrow keys.";
 
 // 0 for a position that is certain, towards 1 for one that may become anything.
@@ -19,7 +20,8 @@ function stepInWords({ step, total }) {
 }
 
 export class Panel {
-  // `title` is nodes for the heading, `endTokens` the texts of the tokens that end an answer, `canvasLength` tokens.
+  // `title` is nodes for the heading, `endTokens` the texts of the tokens that end an answer, `canvasLength` tokens,
+  // 0 where no canvas is denoised.
   constructor(title, endTokens, canvasLength) {
     const template = document.getElementById("panel");
     this.node = template.content.firstElementChild.cloneNode(true);
@@ -35,7 +37,7 @@ export class Panel {
     this.draft = find(".draft");
     this.counters = find(".counters");
     const position = find(".position");
-    position.textContent = HINT;
+    position.textContent = canvasLength ? HINT : NO_CANVAS;
     const onPosition = (text) => { position.textContent = text; };
     this.canvas = new Grid(find(".canvas"), onPosition);
     this.map = new Grid(find(".map"), onPosition);
@@ -48,7 +50,7 @@ export class Panel {
     this.play.disabled = true;
     this.range.addEventListener("input", () => { this.#pause(); this.#show(this.range.valueAsNumber); });
     this.play.addEventListener("click", () => (this.replaying ? this.#pause() : this.#replay()));
-    this.state.textContent = "Waiting for the first step";
+    this.state.textContent = `Waiting for the first ${canvasLength ? "step" : "token"}`;
     this.node.classList.add("live");
     // A server's first request takes long: until it answers there is an empty canvas, and time passes.
     this.canvas.show(Array.from({ length: canvasLength }, (_, i) => (
@@ -68,7 +70,9 @@ export class Panel {
     if (choice?.finish_reason) this.finish = choice;
     this.hasThought ||= Boolean(delta.reasoning ?? delta.reasoning_content);
     this.#count();
-    return delta.content ?? "";
+    const text = delta.content ?? "";
+    if (!this.frames.length) this.committed.append(text);
+    return text;
   }
 
   #isAtEnd() {
@@ -138,10 +142,12 @@ export class Panel {
       return {
         text: visible(token),
         label: `Position ${i + 1}, ${JSON.stringify(token)}: entropy ${nats.toFixed(2)} nats, ` +
-          `${isKept ? "kept" : "may still change"}${isSame ? "" : ", changed in this step"}`,
+          `${isKept ? "kept" : "may still change"}${isSame ? "" : ", changed in this step"}` +
+          (this.endTokens.has(token) ? "; it ends the answer, and is no part of it" : ""),
         heat: heat(nats),
         isKept,
         isChanged: !isSame,
+        isEnd: this.endTokens.has(token),
       };
     });
     this.canvas.show(positions, ...this.#fold(tokens));

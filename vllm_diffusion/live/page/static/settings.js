@@ -1,13 +1,14 @@
 // Controls for what a request may set, made from what the server reports of its model, and the link.
 
-// Shown at once; the rest is under "More".
-const COMMON = ["temperature", "diffusion_preset", "diffusion_max_steps"];
+// Shown at once, in this order; the rest is under "More".
+const COMMON = ["diffusion_rule", "diffusion_preset", "temperature", "diffusion_max_steps"];
 // What any model takes besides the settings of its canvases.
 const TEMPERATURE = {
   name: "temperature", meaning: "of the draws; 0 takes the likeliest token", low: 0, high: 2, is_integer: false,
 };
 
 function titled(name) {
+  if (name === "diffusion_rule") return "Way to decode";
   const title = name.replace(/^diffusion_/, "").replaceAll("_", " ");
   return title[0].toUpperCase() + title.slice(1);
 }
@@ -26,7 +27,7 @@ function bounds({ words, low, high }) {
 function controlOf(setting) {
   if (setting.words) {
     const control = document.createElement("select");
-    const own = setting.default ? `the server's: ${setting.default}` : "the server's";
+    const own = setting.default ? `${setting.default} (the server's)` : "the server's";
     control.append(new Option(own, ""), ...setting.words.map((word) => new Option(word, word)));
     return control;
   }
@@ -39,7 +40,7 @@ function controlOf(setting) {
   return control;
 }
 
-function element(tag, properties, ...children) {
+export function element(tag, properties, ...children) {
   const node = Object.assign(document.createElement(tag), properties);
   node.append(...children);
   return node;
@@ -92,10 +93,10 @@ export class Settings {
   // Make the controls anew for a model, as described by the server.
   describe(model) {
     this.rows = [TEMPERATURE, ...model.settings].map((setting) => new Row(setting));
-    const [common, rare] = [true, false].map((isCommon) =>
-      this.rows.filter((row) => COMMON.includes(row.name) === isCommon).map((row) => row.node));
-    this.node.replaceChildren(...common);
-    if (rare.length) this.node.append(element("details", {}, element("summary", {}, "More"), ...rare));
+    const common = COMMON.flatMap((name) => this.rows.filter((row) => row.name === name));
+    const rare = this.rows.filter((row) => !common.includes(row));
+    this.node.replaceChildren(...common.map((row) => row.node));
+    if (rare.length) this.node.append(element("details", {}, element("summary", {}, "More"), ...rare.map((row) => row.node)));
     this.show();
   }
 
@@ -164,9 +165,10 @@ export function inWords(values, other = values) {
 }
 
 // A question and its settings, as the fragment of an address, which is sent to no server.
-export function fragmentOf({ model, turns, prompt, seed, maxTokens, choices }) {
-  const fields = new URLSearchParams({ model, prompt, seed, max_tokens: maxTokens });
-  for (const turn of turns) fields.append("turn", turn.content);
+export function fragmentOf({ model, system, turns, prompt, seed, maxTokens, choices }) {
+  const fields = new URLSearchParams({ model, prompt, seed, max_tokens: maxTokens, ...(system && { system }) });
+  // A picture is too long for an address.
+  for (const { content } of turns) fields.append("turn", Array.isArray(content) ? content.at(-1).text : content);
   choices.forEach((values, index) => {
     if (index) fields.append("compare", "1");
     for (const [name, value] of Object.entries(values)) fields.append(`${"ab"[index]}.${name}`, value);
@@ -185,6 +187,7 @@ export function questionIn(fragment) {
   }
   return {
     model: fields.get("model"),
+    system: fields.get("system") ?? "",
     // A user's and the model's in turn, as they were said.
     turns: fields.getAll("turn").map((content, i) => ({ role: i % 2 ? "assistant" : "user", content })),
     prompt: fields.get("prompt"),
