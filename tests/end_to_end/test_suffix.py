@@ -1,0 +1,78 @@
+"""``suffix`` of ``/v1/completions`` over HTTP, as editors send it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import openai
+import pytest
+
+from tests.end_to_end.test_requests_page import blocks, run
+from tests.support.server import MODEL, Server
+
+pytestmark = pytest.mark.engine
+
+ASKED: dict[str, Any] = {"model": MODEL, "prompt": "3, 4, ", "suffix": ", 6, 7", "max_tokens": 1}
+
+
+def test_openai_client(server: Server) -> None:
+    """The middle alone, for each of several prompts and answers, with its log-probabilities."""
+    client = server.client()
+    answer = client.completions.create(
+        **ASKED | {"prompt": ["3, 4, ", "1, 2, 3, 4, "]}, n=2, temperature=0.01, logprobs=1
+    )
+    assert [choice.text for choice in answer.choices] == ["5"] * 4
+    assert [len(choice.logprobs.tokens) for choice in answer.choices if choice.logprobs] == [1] * 4
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 4
+
+
+def test_body_of_an_editor(server: Server) -> None:
+    """A stream of a body as minuet writes it has text for the cursor, up to a stop string."""
+    body = ASKED | {"prompt": "fox: xof, lamp: ", "suffix": ", ten: net", "max_tokens": 4}
+    body |= {"stream": True, "temperature": 0, "stop": ["a"]}
+    lines = server.post("/v1/completions", body).text.splitlines()
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line[:7] == "data: {"]
+    assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == "pm"
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"echo": True}, "suffix"),
+        ({"prompt": [42, 35, 244]}, "suffix"),
+        ({"max_tokens": 30}, "suffix"),
+        ({"suffix": "a" * 10**6}, "suffix"),
+        ({"suffix": 7}, "suffix"),
+        ({"structured_outputs": {"regex": "[0-9]"}}, "structured_outputs"),
+        ({"bad_words": ["no"]}, "bad_words"),
+        ({"vllm_xargs": {"diffusion_read_only": True}}, "diffusion_read_only"),
+    ],
+)
+def test_refused(server: Server, changes: dict[str, Any], field: str) -> None:
+    """What the middle of a text cannot honour is a 400 that names the field."""
+    response = server.post("/v1/completions", ASKED | changes)
+    error = response.json()["error"]
+    assert response.status_code == 400, error
+    assert field in (error["param"] or error["message"])
+
+
+def test_a_chat_has_no_suffix(server: Server) -> None:
+    """A chat's suffix would be ignored, and is refused instead."""
+    messages = [{"role": "user", "content": "What is 7+8?"}]
+    with pytest.raises(openai.BadRequestError, match=r"/v1/completions"):
+        server.client().chat.completions.create(
+            model=MODEL, messages=messages, extra_body={"suffix": "!"}
+        )
+    same = server.client().completions.create(**ASKED | {"suffix": ""})
+    assert same.choices[0].finish_reason
+
+
+def test_the_page_runs(server: Server) -> None:
+    """The command and the program of the page on editors print what they are about."""
+    (command,) = blocks("sh", "editors.md")
+    assert json.loads(run(["bash", "-c", command], server))["choices"][0]["text"] == "5"
+    (program,) = blocks("python", "editors.md")
+    assert run([sys.executable, "-c", program], server).strip() == "pmal"
