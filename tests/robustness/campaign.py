@@ -2,6 +2,7 @@
 
     python -m tests.robustness.campaign --requests 10000 --seed 1 --order async --tp 2
     python -m tests.robustness.campaign --minutes 300
+    python -m tests.robustness.campaign --requests 2000 --ways
     python -m tests.robustness.campaign --replay failures/1-137.json
 
 Requests are drawn from the seed alone (``requests.py``), and sent by clients that do not wait for
@@ -54,6 +55,8 @@ ALLOWED_GROWTH_BYTES = 96 * 1024**2
 UNSHARED = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 # Failures in a line each; all are kept as files.
 PRINTED = 40
+# Of the shipped DiffusionGemma, its own first.
+WAYS = ("entropy_bound", "linear_spec", "autoregressive")
 SORTS = ("answered", "refused", "aborted", "vLLM's own", "failed")
 
 
@@ -104,12 +107,12 @@ class Tally:
         return "\n".join(lines)
 
 
-def describe(server: Server, *, images: bool) -> Served:
+def describe(server: Server, *, images: bool, ways: Sequence[str] = ()) -> Served:
     """What a server can be asked for."""
     openapi = httpx.get(f"{server.url}/openapi.json", timeout=60).json()
     (model,) = httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]
     length = model["max_model_len"]
-    return Served(server.canvas_length, server.vocab_size, length, images, openapi)
+    return Served(server.canvas_length, server.vocab_size, length, images, openapi, ways)
 
 
 def send_all(server: Server, requests: Sequence[Request]) -> list[Outcome]:
@@ -246,20 +249,27 @@ def keep(own: OwnServer, failures: Sequence[Failure], folder: Path) -> None:
             print(f"{failure.number}: {failure.what}; {how}", flush=True)
 
 
-def options_of(order: str, num_ranks: int) -> list[str]:
+def options_of(order: str, num_ranks: int, ways: Sequence[str] = ()) -> list[str]:
     """Of ``vllm serve``: images, and a KV cache that one request of the longest kind fills."""
     options = [*PARSERS, "--limit-mm-per-prompt", '{"image": 1, "video": 0, "audio": 0}']
     options += ["--max-model-len", "512", "--kv-cache-memory-bytes", str(5 * 1024**2 // 4)]
     options += ["--async-scheduling" if order == "async" else "--no-async-scheduling"]
+    if ways:
+        options += ["--additional-config", json.dumps({"diffusion": {"rules": ways}})]
     return [*options, "--tensor-parallel-size", str(num_ranks)]
 
 
 def campaign(
-    own: OwnServer, seed: int, num_requests: int, until: float, report: Callable[[str], None]
+    own: OwnServer,
+    seed: int,
+    num_requests: int,
+    until: float,
+    report: Callable[[str], None],
+    ways: Sequence[str] = (),
 ) -> Tally:
     """Rounds of requests until there were ``num_requests``, or the clock says ``until``."""
     tally = Tally()
-    served = describe(own.start(), images=True)
+    served = describe(own.start(), images=True, ways=ways)
     preempted = 0.0
     for first in range(0, num_requests, ROUND):
         if time.monotonic() > until:
@@ -291,6 +301,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--order", choices=["sync", "async"], default="sync")
     parser.add_argument("--tp", type=int, choices=[1, 2], default=1, help="tensor-parallel ranks")
+    parser.add_argument("--ways", action="store_true", help="of decoding, chosen by each request")
     parser.add_argument("--folder", type=Path, help="for logs and failures")
     parser.add_argument("--replay", type=Path, help="a kept failure, to be sent alone")
     arguments = parser.parse_args()
@@ -301,7 +312,8 @@ def main() -> int:
         resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
     # So that a campaign that is ended takes its server with it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
-    own = OwnServer(folder, options_of(arguments.order, arguments.tp))
+    ways = WAYS if arguments.ways else ()
+    own = OwnServer(folder, options_of(arguments.order, arguments.tp, ways))
     begun = time.monotonic()
     try:
         if arguments.replay:
@@ -316,6 +328,7 @@ def main() -> int:
             arguments.requests,
             begun + 60 * arguments.minutes,
             lambda line: print(f"[{time.monotonic() - begun:6.0f} s] {line}", flush=True),
+            ways,
         )
         print(tally.table())
         for reason, count in tally.own.most_common():

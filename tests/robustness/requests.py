@@ -17,7 +17,7 @@ import functools
 import io
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,7 @@ class Served:
         max_model_len: Tokens of a prompt and its answer.
         images: Whether it takes any.
         openapi: Its description of itself.
+        ways: Rules that requests choose from; none where they have no choice.
     """
 
     canvas_length: int
@@ -48,6 +49,7 @@ class Served:
     max_model_len: int
     images: bool
     openapi: dict[str, Any]
+    ways: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -247,8 +249,28 @@ def valid(served: Served, rng: random.Random) -> Posted:
     return valid_generation(served, rng)
 
 
+# What a way that knows no later tokens has no use for.
+_OF_KNOWN_TOKENS = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+def _of_way(served: Served, rng: random.Random) -> Posted:
+    """A request that chooses its way to decode."""
+    path, body = _prompt(served, rng)
+    fields = {k: v for k, v in _sampling(served).items() if k not in _OF_KNOWN_TOKENS}
+    body |= {"max_tokens": rng.randint(1, 60), **some_of(fields, 4, rng)}
+    body |= {
+        "seed": rng.randrange(2**63),
+        "vllm_xargs": {"diffusion_rule": rng.choice(served.ways)},
+    }
+    if rng.random() < 0.3:
+        body["stream"] = True
+    return path, _agreeing(body)
+
+
 def valid_generation(served: Served, rng: random.Random) -> Posted:
     """A request for text that must be answered."""
+    if served.ways and rng.random() < 0.6:
+        return _of_way(served, rng)
     path, body = _prompt(served, rng)
     most = rng.choice([3, served.canvas_length, served.max_model_len // 3])
     body |= {"max_tokens": rng.randint(1, most), **some_of(_sampling(served), 4, rng)}
@@ -259,7 +281,9 @@ def valid_generation(served: Served, rng: random.Random) -> Posted:
     if rng.random() < 0.3:
         body["stream"] = True
     special = rng.choice(
-        [None] * 6 + ["constraint"] * 2 + ["words", "read", "seeded", "logprobs", "tools", "format"]
+        [None] * 6
+        + ["constraint"] * 2
+        + ["words", "read", "seeded", "logprobs", "tools", "format", "suffix"]
     )
     if special == "constraint":
         body["structured_outputs"] = _constraint(rng)
@@ -280,19 +304,26 @@ def valid_generation(served: Served, rng: random.Random) -> Posted:
     elif special == "format" and path == CHAT:
         form = {"name": "x", "schema": rng.choice(SCHEMAS)}
         body["response_format"] = {"type": "json_schema", "json_schema": form}
+    elif special == "suffix" and isinstance(body.get("prompt"), str):
+        body |= {"suffix": rng.choice([", and so on", "9"]), "max_tokens": rng.randint(1, 8)}
+        xargs.pop("diffusion_canvas_length", None)
     if special in ("constraint", "tools", "format"):
         # The grammar decides where the answer ends.
         for field in ("min_tokens", "ignore_eos", "stop_token_ids"):
             body.pop(field, None)
+    return path, {**_agreeing(body), "vllm_xargs": xargs}
+
+
+def _agreeing(body: dict[str, Any]) -> dict[str, Any]:
+    """A body without fields that vLLM refuses together."""
     if "min_tokens" in body and "allowed_token_ids" in body:
         # What is allowed may be what ends it.
         body.pop("stop_token_ids", None)
-    # Refused together by vLLM.
     if "stream" in body:
         body.pop("prompt_logprobs", None)
     if body.get("temperature") == 0:
         body.pop("n", None)
-    return path, {**body, "vllm_xargs": xargs}
+    return body
 
 
 def _logprobs(path: str, count: int) -> dict[str, Any]:
