@@ -63,6 +63,8 @@ class DiffusionRequestMetrics:
         canvas_rows: Rows of canvases that were being denoised.
         projected_rows: Rows that were projected to the vocabulary.
         denoise_steps_per_canvas: Steps of each canvas, in order.
+        accepted_prediction_tokens: Tokens of the request's ``prediction`` that canvases started from and emitted.
+        rejected_prediction_tokens: Those that others took the place of.
     """
 
     passes: int
@@ -70,6 +72,8 @@ class DiffusionRequestMetrics:
     canvas_rows: int
     projected_rows: int
     denoise_steps_per_canvas: tuple[int, ...]
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 def metrics_of_passes(passes: Sequence[int]) -> DiffusionRequestMetrics:

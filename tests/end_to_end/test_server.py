@@ -144,6 +144,43 @@ def test_pinned_tokens(server: Server) -> None:
         server.client().chat.completions.create(**asked, extra_body=form)
 
 
+def test_prediction(server: Server) -> None:
+    """A chat's ``prediction`` is counted in the usage of an answer and of a stream, and in nobody else's."""
+    create: Any = server.client().chat.completions.create
+    text = "12, 13, 14, 15, 16"
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Count from 12 to 16."}],
+        "max_tokens": 64,
+        "seed": 3,
+        "n": 2,
+    }
+    prediction = {"type": "content", "content": [{"type": "text", "text": text}]}
+    usage = create(**asked, prediction=prediction).usage
+    details = usage.completion_tokens_details
+    assert 0 < details.accepted_prediction_tokens <= usage.completion_tokens
+    assert details.rejected_prediction_tokens >= 0
+    for extra in ({}, {"diffusing": True}):
+        with create(
+            **asked,
+            prediction=prediction,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body=extra,
+        ) as stream:
+            streamed = _streamed(chunk for chunk in stream if chunk.usage or chunk.choices)
+        assert streamed[2].completion_tokens == usage.completion_tokens
+        assert streamed[2].completion_tokens_details == details
+    plain = create(**asked).usage.completion_tokens_details
+    assert plain is None or plain.accepted_prediction_tokens is None
+    for wrong in ("text", {"type": "text", "content": text}, {"type": "content", "content": [5]}):
+        with pytest.raises(openai.BadRequestError, match="prediction"):
+            create(**asked, extra_body={"prediction": wrong})
+    xargs = {"diffusion_seed_canvas": [5] * 32}
+    with pytest.raises(openai.BadRequestError, match="diffusion_seed_canvas"):
+        create(**asked, prediction=prediction, extra_body={"vllm_xargs": xargs})
+
+
 def test_plain_completion_echoes_its_prompt_with_logprobs(server: Server) -> None:
     """What harnesses read log-likelihoods from."""
     response = server.client().completions.create(

@@ -56,7 +56,7 @@ def test_no_call_waits(guarded):
     """Prefill, denoise and encode of requests with every option, in one batch."""
     engine, found, calls = guarded
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(20, 276, n).tolist() for n in (5, 40, 90, 130)]
+    prompts = [rng.integers(20, 276, n).tolist() for n in (5, 40, 90, 130, 7)]
     options = [
         {"logprobs": 3, "extra_args": EVERY_FIELD},
         {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "temperature": 0.5},
@@ -65,6 +65,7 @@ def test_no_call_waits(guarded):
             "logprob_token_ids": [40, 41],
             "extra_args": {"diffusion_read_only": True, "diffusion_constrained": True},
         },
+        {"extra_args": {"diffusion_prediction": "the red fox sat by the river, " * 4}},
     ]
     params = [
         engine.sampling_params(seed=i, max_tokens=2 * CANVAS, ignore_eos=True, **option)
@@ -72,7 +73,7 @@ def test_no_call_waits(guarded):
     ]
     watched = Watched(engine.llm, prompts, params)
     tokens = [len(output.outputs[0].token_ids) for output in watched.outputs]
-    assert tokens == [64, 64, 64, 32]
+    assert tokens == [64, 64, 64, 32, 64]
     assert len(watched.frames[0, 0]) > 2
     assert set(calls) == {
         "add_request",

@@ -8,9 +8,10 @@ compiled step of the sampler.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from attention_kernels.noise import Purpose, uniform_tokens
+from vllm_diffusion.canvas.predictions import FollowedText, Predictions
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.rule import AUTOREGRESSIVE, RULE
 from vllm_diffusion.requests.arguments import (
@@ -51,6 +53,7 @@ class NewRequest:
         prompt_len: Tokens of its prompt.
         num_generated: Tokens that it generated before it was preempted; 0 for a new request.
         given: Tokens of the first canvas's leading positions: the end of the known tokens.
+        followed: Follows the text that it expects its answer to resemble, where it brings one.
         suffix_start: Position in the canvas of the first token of ``arguments.suffix``.
         end_tokens: Tokens that end it, at most ``MAX_END_TOKENS``.
         is_constrained: Whether the scheduler holds its canvases to a grammar or words.
@@ -61,6 +64,7 @@ class NewRequest:
     prompt_len: int = 0
     num_generated: int = 0
     given: Sequence[int] = ()
+    followed: Callable[[], FollowedText | None] = lambda: None
     suffix_start: int = 0
     end_tokens: Sequence[int] = ()
     is_constrained: bool = False
@@ -83,10 +87,26 @@ class NewRequest:
             prompt_len=num_prompt,
             num_generated=len(known) - num_prompt,
             given=known[len(known) - spec.num_given(len(known)) :],
+            followed=partial(_followed, arguments, known, num_prompt, spec),
             suffix_start=spec.num_given(num_prompt) + params.max_tokens if arguments.suffix else 0,
             end_tokens=end_token_ids(params) if params else (),
             is_constrained=bool(params and constraining_fields(params)),
         )
+
+
+def _followed(
+    arguments: RequestArguments, known: Sequence[int], num_prompt: int, spec: CanvasSpec
+) -> FollowedText | None:
+    """Follow a request's text as far as it had answered when it was preempted."""
+    if (text := arguments.predicted(known[:num_prompt])) is None:
+        return None
+    followed = FollowedText(text, is_prompt=arguments.predicts_prompt)
+    width, begin = arguments.canvas_length or spec.length, num_prompt
+    while begin < len(known):
+        end = begin + width - spec.num_given(begin)
+        followed.advance(known[begin:end])
+        begin = end
+    return followed
 
 
 @dataclass(frozen=True)
@@ -179,6 +199,7 @@ class CanvasSlots:
         num_after: [R], int64, on the host: positions after the answer in a canvas that holds the sequence.
         is_seeded: [R], bool, on the host: canvases begin with a token that the encoding pass draws.
         features: Features that slots use, on the host.
+        predictions: Texts that answers are expected to resemble.
     """
 
     def __init__(
@@ -219,6 +240,7 @@ class CanvasSlots:
         self.num_after = np.zeros(R, dtype=np.int64)
         self.is_seeded = np.full(R, spec.layout.starts_from_commit)
         self.features = SlotFeatures()
+        self.predictions = Predictions(R, device)
         self._staged: dict[int, NewRequest] = {}
 
     @property
@@ -263,6 +285,7 @@ class CanvasSlots:
         """Forget what the host keeps of ``slot``; its tensors are rewritten by the next owner."""
         self._staged.pop(slot, None)
         self.features.remove_request(slot)
+        self.predictions.remove_request(slot)
 
     def apply_staged_writes(self) -> None:
         """Copy staged rows to the device, all at once."""
@@ -271,6 +294,10 @@ class CanvasSlots:
         C, spec, requested = self.canvas_length, self.spec, self.requested
         index = self._to_device(np.array(list(self._staged), dtype=np.int64))
         rows = list(self._staged.values())
+        followed = {slot: row.followed() for slot, row in self._staged.items()}
+        texts = list(followed.values())
+        if brought := {slot: text for slot, text in followed.items() if text is not None}:
+            self.predictions.write(brought)
         self._staged.clear()
 
         chosen = [{**spec.settings, **row.arguments.settings} for row in rows]
@@ -320,6 +347,8 @@ class CanvasSlots:
                 after = slice(row.suffix_start, row.suffix_start + len(suffix))
                 canvas[i, after] = seed_canvas[i, after] = suffix
                 pinned[i, after] = True
+            if (text := texts[i]) is not None:
+                text.begin(canvas[i, len(row.given) :])
             canvas[i, : len(row.given)] = row.given
         self.canvas[index] = self._to_device(canvas)
         requested.seed_canvas[index] = self._to_device(seed_canvas)

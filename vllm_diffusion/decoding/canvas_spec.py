@@ -12,6 +12,8 @@ from torch import Tensor
 from vllm_diffusion.decoding.layouts import CanvasLayout
 from vllm_diffusion.decoding.rule import RULE, DecodingRule
 
+_FINAL = "is not supported by this model, which cannot revise a token that a canvas starts from; leave it out."
+
 
 class PositionStatistics(NamedTuple):
     """Statistics of positions: of n rows, [n], or of each position of each slot, [R, C].
@@ -149,6 +151,14 @@ class CanvasSpec:
         if self.mask_token_id is None or self.layout.verifies:
             return ()
         return (self.mask_token_id,)
+
+    @property
+    def refused_arguments(self) -> Mapping[str, str]:
+        """The ``diffusion_*`` arguments that are not supported, without that prefix, each with the reason and the remedy."""
+        refused = self.layout.refused_arguments
+        if self.mask_token_id is None or self.rule.revises:
+            return refused
+        return {"prediction": _FINAL, **refused}
 
     def refused_fields(self) -> dict[str, str]:
         """Return the request fields that are not supported, each with the reason and the remedy."""

@@ -256,6 +256,7 @@ class RevealAndEdit(Reveal):
             int, 0, 10_000, "a canvas ends after as many steps that found no mask"
         ),
     }
+    revises = True
     # The two modes of the README.
     presets = {
         "quality": {"reveal_threshold": 0.7, "editing_threshold": 0.5},

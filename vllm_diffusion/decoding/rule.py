@@ -303,6 +303,7 @@ class DecodingRule(ABC):
         ends_thoughts: True if the token that ends a thought may be made likelier.
         judges_to_end: True if a canvas is always judged by its positions up to its first end token,
             whatever the server's ``converge_at_end`` is.
+        revises: True if a token other than noise may be replaced in a canvas that begins with it, where noise is a mask.
     """
 
     settings: Mapping[str, Setting | Choice]
@@ -320,6 +321,7 @@ class DecodingRule(ABC):
     named_tokens: tuple[int, ...] = ()
     ends_thoughts: ClassVar[bool] = False
     judges_to_end: bool = False
+    revises: ClassVar[bool] = False
 
     def reads_margin(self, values: Mapping[str, float | str]) -> bool:
         """Return true if the steps of a request with these settings need :attr:`StepInputs.margin`."""

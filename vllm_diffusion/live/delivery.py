@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.output_processor import RequestState
 
 from vllm_diffusion.canvas.messages import RequestReport
+from vllm_diffusion.canvas.predictions import FollowedText
 from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.live.frame import CanvasStepMap, added_by, frame_of
 from vllm_diffusion.live.watch import MOST_WATCHED_ANSWERS, Inbox, OrderedQueue, open_inbox
 from vllm_diffusion.metrics import ANSWER, DiffusionRequestMetrics, metrics_of_passes
-from vllm_diffusion.requests.arguments import Shown, arguments_of
+from vllm_diffusion.requests.arguments import RequestArguments, arguments_of
 from vllm_diffusion.requests.bounds import check_decodable
 from vllm_diffusion.requests.refusals import refuse
 
@@ -42,12 +44,14 @@ class ReportedAnswer:
         steps: The step of each committed token.
         trace: For each canvas, what its steps began from.
         metrics: Metrics of the finished answer; ``None`` before.
+        followed: The text that the answer is expected to resemble, where the request brings one.
     """
 
     def __init__(self) -> None:
         self.steps: list[int] = []
         self.trace: list[list[list[int]]] = []
         self.metrics: DiffusionRequestMetrics | None = None
+        self.followed: FollowedText | None = None
         self._passes: list[int] = []
 
     def take(self, report: RequestReport) -> None:
@@ -66,6 +70,12 @@ class ReportedAnswer:
         del self.steps[num_tokens:]
         if self._passes:
             self.metrics = metrics_of_passes(self._passes)
+            if self.followed is not None:
+                self.metrics = replace(
+                    self.metrics,
+                    accepted_prediction_tokens=self.followed.accepted,
+                    rejected_prediction_tokens=self.followed.rejected,
+                )
 
 
 class ReportedState(RequestState):
@@ -74,24 +84,31 @@ class ReportedState(RequestState):
     queue: Any
 
     def __init__(
-        self, state: RequestState, shown: Shown, inbox: Inbox | None, prompt_index: int
+        self,
+        state: RequestState,
+        arguments: RequestArguments,
+        inbox: Inbox | None,
+        prompt_index: int,
     ) -> None:
         """Take over the state that vLLM made of a request.
 
         Args:
             state: vLLM's, before the request's first output.
-            shown: Reports that the request asks for.
+            arguments: The request's.
             inbox: Inbox of the call; ``None`` if nobody watches it.
             prompt_index: Place of the request's prompt in the call.
         """
         self.__dict__.update(vars(state))
         if inbox is not None and self.queue is not None:
             self.queue = OrderedQueue(self.queue, inbox)
-        self._shown = shown
+        self._shown = arguments.shown
         self._inbox = inbox
         self._prompt_index = prompt_index
         self._num_canvases = 0
         self._answer = ReportedAnswer()
+        text = arguments.predicted(self.prompt_token_ids or ())
+        if text is not None:
+            self._answer.followed = FollowedText(text, is_prompt=arguments.predicts_prompt)
 
     def take(self, report: RequestReport, output: Any) -> None:
         """Keep a report, or hand it on.
@@ -101,6 +118,8 @@ class ReportedState(RequestState):
             output: vLLM's ``EngineCoreOutput``, with the tokens that come with the report.
         """
         self._answer.take(report)
+        if self._answer.followed is not None and output.new_token_ids:
+            self._answer.followed.advance(output.new_token_ids)
         if self._inbox is None:
             return
         for reported in report.frames:
@@ -145,7 +164,8 @@ def _with_inbox(stock: Any, self: Any, request: Any, *args: Any, **kwargs: Any) 
     if params is not None:
         # Nothing changes them any more: vLLM's next step is to send them.
         check_decodable(params)
-    shown = arguments_of(params).shown
+    arguments = arguments_of(params)
+    shown = arguments.shown
     inbox = open_inbox()
     if shown.frame_interval and inbox is None:
         refuse("diffusion_frames", WHERE_FRAMES_ARE, shown.frame_interval)
@@ -165,7 +185,7 @@ def _with_inbox(stock: Any, self: Any, request: Any, *args: Any, **kwargs: Any) 
     state = self.request_states[request.request_id]
     # Further input of a request that streams its prompt finds the state there.
     if not isinstance(state, ReportedState):
-        state = ReportedState(state, shown, inbox, prompt_index)
+        state = ReportedState(state, arguments, inbox, prompt_index)
         self.request_states[request.request_id] = state
 
 

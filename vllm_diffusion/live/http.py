@@ -11,18 +11,20 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from http import HTTPStatus
 from typing import Any
 
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionStreamResponse
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.scale_out.render.serving import ServingRender
 from vllm.entrypoints.serve import create_error_response
+from vllm.entrypoints.serve.engine.protocol import CompletionTokenUsageInfo
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -32,6 +34,7 @@ from vllm_diffusion.live.delivery import STEP_MAP, TRACE, WHERE_FRAMES_ARE
 from vllm_diffusion.live.frame import CanvasFrame, CanvasStepMap, ParsedAnswers, StreamedFrame
 from vllm_diffusion.live.streamed_parser import following_whole_answers
 from vllm_diffusion.live.watch import Inbox, items_of
+from vllm_diffusion.metrics import ANSWER
 from vllm_diffusion.requests.arguments import parse_shown
 from vllm_diffusion.requests.http import (
     DETAILS,
@@ -49,6 +52,11 @@ _WHERE_TRACES_ARE = (
     "comes with whole answers of /v1/chat/completions and /v1/completions: leave stream out, or "
     "leave it out."
 )
+
+
+_PREDICTION = "diffusion_prediction"
+# Makes vLLM's events of outputs.
+_Stream = Callable[[AsyncIterator[Any]], AsyncGenerator[str, None]]
 
 
 class _ParametersFirst(OpenAIServingChat):
@@ -95,15 +103,18 @@ class ChatWithFrames(_ParametersFirst):
             about = (conversation, tokenizer, request_metadata, chat_template_kwargs)
             return stock(request, outputs, request_id, model_name, *about, mm_token_counts)
 
+        events = (
+            _with_predicted_usage(stream) if _PREDICTION in (request.vllm_xargs or {}) else stream
+        )
         shown = parse_shown(request.vllm_xargs)
         if not shown:
-            return stream(result_generator)
+            return events(result_generator)
         head = {"id": request_id, "object": "chat.completion.chunk", "model": model_name}
         inbox, parsed = Inbox([request_id]), None
         if shown.frame_interval and self.parser_cls is not None and tokenizer is not None:
             parsed = ParsedAnswers(self, request, tokenizer, chat_template_kwargs)
         chunks = _Chunks(head, {"delta": {}}, request.n or 1, inbox, parsed)
-        return _with_events(stream, result_generator, chunks)
+        return _with_events(events, result_generator, chunks)
 
     async def chat_completion_full_generator(
         self, request: Any, result_generator: Any, *args: Any, **kwargs: Any
@@ -113,6 +124,11 @@ class ChatWithFrames(_ParametersFirst):
         response = await super().chat_completion_full_generator(request, outputs, *args, **kwargs)
         if last:
             _add_step_maps(response, last[0].outputs)
+            if _PREDICTION in (request.vllm_xargs or {}):
+                usage = response.usage
+                usage.completion_tokens_details = _with_predicted(
+                    usage.completion_tokens_details, last[0].outputs
+                )
         return response
 
 
@@ -335,8 +351,43 @@ def _add_step_maps(response: Any, completions: list[Any]) -> None:
             setattr(choice, TRACE, getattr(completion, TRACE))
 
 
+def _with_predicted(
+    details: CompletionTokenUsageInfo | None, completions: Iterable[Any]
+) -> CompletionTokenUsageInfo:
+    """Return the details of an answer's usage with the tokens of its prediction, for which vLLM has no fields."""
+    followed = [getattr(completion, ANSWER).followed for completion in completions]
+    details = details or CompletionTokenUsageInfo()
+    details.accepted_prediction_tokens = sum(text.accepted for text in followed if text)
+    details.rejected_prediction_tokens = sum(text.rejected for text in followed if text)
+    return details
+
+
+def _with_predicted_usage(stream: _Stream) -> _Stream:
+    """Add the tokens of a prediction to the last event of a stream of vLLM's, if that has the usage."""
+
+    async def events(outputs: AsyncIterator[Any]) -> AsyncGenerator[str, None]:
+        completions: dict[int, Any] = {}
+
+        async def noted() -> AsyncGenerator[Any, None]:
+            async for output in outputs:
+                completions.update((one.index, one) for one in output.outputs)
+                yield output
+
+        async for event in stream(noted()):
+            if '"choices":[]' in event:
+                chunk = ChatCompletionStreamResponse.model_validate_json(event[len("data: ") :])
+                usage = chunk.usage
+                usage.completion_tokens_details = _with_predicted(
+                    usage.completion_tokens_details, completions.values()
+                )
+                event = f"data: {chunk.model_dump_json(exclude_unset=True, exclude_none=True)}\n\n"
+            yield event
+
+    return events
+
+
 async def _with_events(
-    stream: Callable[[AsyncIterator[Any]], AsyncGenerator[str, None]],
+    stream: _Stream,
     result_generator: AsyncGenerator[Any, None],
     chunks: _Chunks,
 ) -> AsyncGenerator[str, None]:

@@ -21,6 +21,10 @@ from vllm_diffusion.requests.refusals import refuse
 PREFIX = "diffusion_"
 # Token ids of the longest end of a thought.
 MOST_THOUGHT_END = 16
+# Tokens of the longest text that an answer is expected to resemble, which each canvas searches.
+MOST_PREDICTED = 8192
+# The text is the prompt.
+PROMPT = "prompt"
 # Key of ``extra_args`` that holds the struct. What a client sends under it is dropped.
 _PARSED = "vllm_diffusion"
 FRAME_FIELDS = ("token_ids", "tokens", "kept", "entropy")
@@ -30,6 +34,7 @@ _NAMES: tuple[str, ...] = (
     "diffusion_seed_canvas",
     "diffusion_pinned",
     "diffusion_suffix",
+    "diffusion_prediction",
     "diffusion_read_only",
     "diffusion_constrained",
     "diffusion_frames",
@@ -102,6 +107,8 @@ class RequestArguments(msgspec.Struct, frozen=True, omit_defaults=True):
         pinned: Positions of the first canvas, from 0, that keep their ``seed_canvas`` token in every step
             and in the answer.
         suffix: Token ids of what follows the answer in each step, which is exactly as many tokens as ``max_tokens``.
+        prediction: Token ids of a text that the answer is expected to resemble; none for no such text.
+        predicts_prompt: True if that text is the prompt.
         read_only: True to emit one canvas on the step that converges, and end; it is never encoded.
         allowed_ids: Only token ids that may be read; ``None`` for all.
         shown: Reports of its canvases besides their tokens.
@@ -116,6 +123,8 @@ class RequestArguments(msgspec.Struct, frozen=True, omit_defaults=True):
     seed_canvas: tuple[int, ...] | None = None
     pinned: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
+    prediction: tuple[int, ...] = ()
+    predicts_prompt: bool = False
     read_only: bool = False
     allowed_ids: tuple[int, ...] | None = None
     shown: Shown = Shown()
@@ -123,6 +132,10 @@ class RequestArguments(msgspec.Struct, frozen=True, omit_defaults=True):
     thought_end: tuple[int, ...] = ()
     judging_top_k: int = 0
     judging_top_p: float = 1.0
+
+    def predicted(self, prompt: Sequence[int]) -> Sequence[int] | None:
+        """Return the text that the answer is expected to resemble; ``None`` if there is none."""
+        return (prompt if self.predicts_prompt else self.prediction) or None
 
 
 _NONE = RequestArguments()

@@ -288,6 +288,14 @@ def read_body(request: Any, model_config: Any, unknown: Mapping[str, Any] | None
     arguments = {name: value for name, value in fields.items() if name.startswith(PREFIX)}
     if suffix := getattr(request, "suffix", None) or fields.get("suffix"):
         arguments |= _suffix_arguments(request, suffix, model_config)
+    # An answer token after token starts from nothing: there the field is a hint that helps nobody, as in vLLM.
+    if (prediction := fields.get("prediction")) is not None and (spec := _spec_of(model_config)):
+        if reason := spec.refused_arguments.get("prediction"):
+            refuse("prediction", reason)
+        if not isinstance(prediction, Mapping):
+            refuse("prediction", 'must be an object, {"type": "content", "content": ...}.')
+        if "vllm_xargs" in type(request).model_fields:
+            arguments["diffusion_prediction"] = prediction
     if arguments:
         if "vllm_xargs" not in type(request).model_fields:
             name = next(iter(arguments))
@@ -307,7 +315,7 @@ def _suffix_arguments(request: Any, suffix: Any, model_config: Any) -> dict[str,
     spec = _spec_of(model_config)
     if spec is None:
         return {}
-    if reason := spec.layout.refused_arguments.get("suffix"):
+    if reason := spec.refused_arguments.get("suffix"):
         refuse("suffix", reason)
     return {"diffusion_suffix": suffix}
 

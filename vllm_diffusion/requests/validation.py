@@ -20,8 +20,10 @@ from vllm_diffusion.decoding.rule import AUTOREGRESSIVE, RULE
 from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.requests import bounds
 from vllm_diffusion.requests.arguments import (
+    MOST_PREDICTED,
     MOST_THOUGHT_END,
     PREFIX,
+    PROMPT,
     RequestArguments,
     arguments_of,
     attach_arguments,
@@ -81,6 +83,8 @@ def _checking_canvases(
                 check_params(params, self)
                 _check_blocks(params, len(token_ids), model_config)
                 _check_room(params, len(token_ids), model_config)
+                if arguments_of(params).predicts_prompt:
+                    _check_predicted(len(token_ids))
         return stock(unaware, request_id, prompt, params, *args, **kwargs)
     except Exception:
         # The next request with the same picture would leave it out, as one that the engine has.
@@ -125,8 +129,11 @@ def check_params(params: Any, processor: Any) -> None:
         vocab_size=model_config.get_vocab_size(),
         logprob_token_ids=params.logprob_token_ids,
     )
-    suffix = _suffix(params, tokenizer, model_config)
-    arguments = msgspec.structs.replace(arguments, suffix=suffix)
+    arguments = msgspec.structs.replace(
+        arguments,
+        suffix=_suffix(params, tokenizer, model_config),
+        **_prediction(params, tokenizer, model_config),
+    )
     thought_end = _thought_end(arguments, spec, tokenizer)
     num_slots = processor.scheduler_config.max_num_seqs
     _refuse_first(
@@ -196,7 +203,7 @@ def _contradictions(params: Any, spec: CanvasSpec) -> Iterator[Problem]:
         value = getattr(params, field)
         if value not in (None, [], _NEUTRAL.get(field)):
             yield field, reason, value
-    for name, reason in spec.layout.refused_arguments.items():
+    for name, reason in spec.refused_arguments.items():
         if value := (params.extra_args or {}).get(PREFIX + name):
             yield PREFIX + name, reason, value
 
@@ -238,12 +245,27 @@ def _combinations(params: Any, arguments: RequestArguments, spec: CanvasSpec) ->
         name = next(name for name in names if name in arguments.settings)
         yield PREFIX + name, f"does not go with the rest: {reason}.", None
     reports = params.logprobs is not None or params.logprob_token_ids
-    if reports and arguments.seed_canvas is not None and spec.mask_token_id is not None:
-        reason = (
-            "(top_logprobs, logprob_token_ids) cannot be combined with diffusion_seed_canvas in this "
-            "model, where no step decides the tokens that a request brings; leave one of them out."
-        )
-        yield "logprobs", reason, params.logprobs
+    is_predicted = bool(arguments.prediction or arguments.predicts_prompt)
+    brings = {
+        "diffusion_seed_canvas": arguments.seed_canvas is not None,
+        "prediction": is_predicted,
+    }
+    for field, is_set in brings.items():
+        if reports and is_set and spec.mask_token_id is not None:
+            reason = (
+                f"(top_logprobs, logprob_token_ids) cannot be combined with {field} in this "
+                "model, where no step decides the tokens that a request brings; leave one of them out."
+            )
+            yield "logprobs", reason, params.logprobs
+    own_start: dict[str, Any] = {
+        "suffix": arguments.suffix,
+        "diffusion_seed_canvas": arguments.seed_canvas,
+        "diffusion_read_only": arguments.read_only,
+    }
+    for field, value in own_start.items() if is_predicted else ():
+        if value:
+            reason = "cannot be combined with prediction, from which the canvases start; leave one of them out."
+            yield field, reason, None
     constraints = {
         "structured_outputs": params.structured_outputs is not None,
         "bad_words": bool(params.bad_words),
@@ -320,12 +342,55 @@ def _suffix(params: Any, tokenizer: Any, model_config: Any) -> tuple[int, ...]:
     text = (params.extra_args or {}).get("diffusion_suffix") or ""
     if not isinstance(text, str):
         refuse("suffix", f"must be text; got {reprlib.repr(text)}.")
+    return _tokens("suffix", text, tokenizer, model_config)
+
+
+def _prediction(params: Any, tokenizer: Any, model_config: Any) -> dict[str, Any]:
+    """Return the arguments for a text that an answer is expected to resemble; none of most requests.
+
+    Raises:
+        VLLMValidationError: If it is neither a text nor ``"prompt"`` nor what OpenAI's ``prediction`` may be.
+    """
+    sent = (params.extra_args or {}).get(PREFIX + "prediction")
+    if sent is None or sent == PROMPT:
+        return {"predicts_prompt": sent == PROMPT}
+    field, text = PREFIX + "prediction", sent
+    if isinstance(sent, Mapping):
+        field, text = "prediction", sent.get("content") if sent.get("type") == "content" else None
+    if isinstance(text, list) and all(
+        isinstance(part, Mapping) and part.get("type") == "text" for part in text
+    ):
+        parts = [part.get("text") for part in text]
+        text = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+    if not isinstance(text, str):
+        refuse(
+            field,
+            'must be {"type": "content", "content": ...} with a text or a list of {"type": "text", "text": ...}; as '
+            f'diffusion_prediction also a text, or "{PROMPT}"; got {reprlib.repr(sent)}.',
+        )
+    tokens = _tokens(field, text, tokenizer, model_config)
+    _check_predicted(len(tokens))
+    _check_vocabulary(tokens, model_config.get_vocab_size(), field)
+    return {"prediction": tokens}
+
+
+def _check_predicted(num_tokens: int) -> None:
+    if num_tokens > MOST_PREDICTED:
+        refuse(
+            "prediction",
+            f"has {num_tokens} tokens; each canvas searches them, and at most {MOST_PREDICTED} are taken. Send the part "
+            "that the answer is likely to repeat.",
+        )
+
+
+def _tokens(field: str, text: str, tokenizer: Any, model_config: Any) -> tuple[int, ...]:
+    """Return the token ids of a text of a request other than its prompt."""
     if text and tokenizer is None:
-        refuse("suffix", "needs a tokenizer, which this server was started without; leave it out.")
+        refuse(field, "needs a tokenizer, which this server was started without; leave it out.")
     # Before it takes the tokenizer any time.
     most = model_config.max_model_len * tokenizer.max_chars_per_token if text else 0
     if len(text) > most:
-        refuse("suffix", f"has {len(text)} characters; this model takes at most {most}. Send less.")
+        refuse(field, f"has {len(text)} characters; this model takes at most {most}. Send less.")
     return tuple(tokenizer.encode(text, add_special_tokens=False)) if text else ()
 
 
@@ -368,11 +433,11 @@ def _logprobs(params: Any, model_config: Any, num_slots: int) -> Iterator[Proble
         yield "logprobs", reason, params.logprobs
 
 
-def _check_vocabulary(token_ids: Sequence[int], vocab_size: int) -> None:
+def _check_vocabulary(token_ids: Sequence[int], vocab_size: int, field: str = "prompt") -> None:
     """Refuse a token that a checkpoint's tokenizer has and its model has not: looking it up ends the engine."""
     if token_ids and (most := max(token_ids)) >= vocab_size:
         refuse(
-            "prompt",
+            field,
             f"holds the token id {most}, which is out of this model's vocabulary of {vocab_size} tokens (a tokenizer "
             "may have more than its model); leave out that token or its text.",
         )

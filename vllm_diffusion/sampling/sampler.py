@@ -164,6 +164,7 @@ class DiffusionSampler:
 
     def _engine_output(self, step: StepOutput, logprobs: LogprobsTensors | None) -> SamplerOutput:
         self.views.keep(step)
+        self.slots.predictions.apply(self.slots.canvas, step.tokens, step.num_emitted)
         by_request = self.pass_rows.for_engine(step)
         return SamplerOutput(
             sampled_token_ids=by_request.tokens,

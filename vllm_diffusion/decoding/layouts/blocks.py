@@ -254,6 +254,7 @@ class VerifiedDraft(SeededBlock):
             "seed_canvas",
             "pinned",
             "suffix",
+            "prediction",
             "read_only",
             "constrained",
         ),

@@ -1,0 +1,216 @@
+"""``prediction``: canvases start from a text that the answer is expected to resemble."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+
+from tests.support.checkpoints import SHIPPED
+from tests.support.engine import TracedEngine
+from tests.support.families import makers as tiny
+from tests.support.families.llada2_model import llada2
+from tests.support.families.model import MASK_ID, prompt_of
+from vllm_diffusion.canvas.predictions import FollowedText, expected
+from vllm_diffusion.metrics import request_metrics
+from vllm_diffusion.requests.arguments import MOST_PREDICTED
+
+pytestmark = pytest.mark.engine
+
+ORDERS = [
+    pytest.param(False, id="synchronous"),
+    pytest.param(True, id="asynchronous"),
+]
+WIDTH = 32
+WORDS = ["kite", "lemon", "stone", "lamp", "rose", "bird", "fish", "tree", "house", "chair"]
+LIST = "\n".join(f"- {word}" for word in WORDS)
+QUESTION = f"Make a bullet list: {', '.join(WORDS)}."
+
+
+@pytest.fixture(scope="module", params=ORDERS)
+def shipped(request: pytest.FixtureRequest) -> Iterator[TracedEngine]:
+    """The shipped DiffusionGemma."""
+    with TracedEngine(
+        SHIPPED, async_scheduling=request.param, max_num_seqs=8, max_model_len=512
+    ) as engine:
+        yield engine
+
+
+def params(prediction: Any, **changes: Any) -> SamplingParams:
+    """Of a request with a prediction, unless that is ``None``."""
+    extra = changes.pop("extra_args", {})
+    if prediction is not None:
+        extra["diffusion_prediction"] = prediction
+    return SamplingParams(**({"max_tokens": 120, "seed": 5, "extra_args": extra} | changes))
+
+
+def asked(engine: TracedEngine, text: str) -> list[int]:
+    """A chat's prompt, as token ids."""
+    prompt = engine.llm.get_tokenizer().apply_chat_template(
+        [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True
+    )
+    return list(prompt["input_ids"] if hasattr(prompt, "keys") else prompt)
+
+
+def test_canvases_start_from_it(shipped: TracedEngine) -> None:
+    """An answer that is predicted takes fewer passes, is the same, and leaves other requests of its batch alone."""
+    prompt, other = asked(shipped, QUESTION), asked(shipped, "Count from 3 to 12.")
+    (alone,) = shipped.outputs([other], [params(None)])
+    plain, _ = shipped.outputs([prompt, other], [params(None), params(None)])
+    texts = [LIST, LIST.replace("stone", "stove"), "zq" * 60]
+    outputs = shipped.outputs([prompt] * len(texts) + [other], [*map(params, texts), params(None)])
+    assert outputs[-1].outputs[0].token_ids == alone.outputs[0].token_ids
+    of_plain = request_metrics(plain.outputs[0])
+    assert len(of_plain.denoise_steps_per_canvas) >= 3
+    assert of_plain.accepted_prediction_tokens == of_plain.rejected_prediction_tokens == 0
+    for text, output in zip(texts, outputs, strict=False):
+        (answer,) = output.outputs
+        metrics = request_metrics(answer)
+        num_predicted = metrics.accepted_prediction_tokens + metrics.rejected_prediction_tokens
+        assert num_predicted <= len(answer.token_ids)
+        if text.startswith("zq"):
+            # The first canvas; from the second one on nothing of the text is found again.
+            assert metrics.rejected_prediction_tokens >= WIDTH // 2
+            assert num_predicted == WIDTH
+            continue
+        assert answer.text == LIST
+        assert metrics.accepted_prediction_tokens > 0.8 * len(answer.token_ids)
+        assert metrics.passes < of_plain.passes
+
+
+@pytest.mark.parametrize("of_prompt", [False, True])
+def test_where_they_start(shipped: TracedEngine, of_prompt: bool) -> None:
+    """Each canvas starts from what the host finds by the tokens that were emitted before it, in both orders."""
+    prompt = asked(shipped, QUESTION)
+    tokenizer = shipped.llm.get_tokenizer()
+    text = prompt if of_prompt else tokenizer.encode(LIST, add_special_tokens=False)
+    with shipped.recording() as steps:
+        (output,) = shipped.outputs(
+            [prompt], [params("prompt" if of_prompt else LIST, ignore_eos=True, max_tokens=128)]
+        )
+    tokens = list(output.outputs[0].token_ids)
+    canvases = []
+    for step in steps:
+        if not step.encoding:
+            canvases.append(step.canvas.tolist())
+    counts = request_metrics(output.outputs[0]).denoise_steps_per_canvas
+    # One more pass may have been on its way.
+    assert len(canvases) >= sum(counts)
+    followed = FollowedText(text, is_prompt=of_prompt)
+    first_step = num_started = 0
+    for number, num_steps in enumerate(counts):
+        start = expected(followed.progress, followed.texts, WIDTH)[0].tolist()
+        began = canvases[first_step]
+        assert [token for token in start if token >= 0] == [
+            token for token, wanted in zip(began, start, strict=True) if wanted >= 0
+        ]
+        num_started += start != [-1] * WIDTH
+        followed.advance(tokens[number * WIDTH : (number + 1) * WIDTH])
+        first_step += num_steps
+    metrics = request_metrics(output.outputs[0])
+    assert metrics.accepted_prediction_tokens == followed.accepted
+    assert metrics.rejected_prediction_tokens == followed.rejected
+    assert num_started >= (1 if of_prompt else 2)
+
+
+@pytest.mark.parametrize("is_asynchronous", ORDERS)
+def test_preempted(is_asynchronous: bool) -> None:
+    """Requests that lose their memory go on as if nothing had been."""
+    with TracedEngine(
+        SHIPPED,
+        async_scheduling=is_asynchronous,
+        max_num_seqs=8,
+        max_model_len=320,
+        kv_cache_memory_bytes=1024**2,
+        enable_prefix_caching=False,
+    ) as engine:
+        prompt = asked(engine, QUESTION)
+        own = {"max_tokens": 240, "ignore_eos": True}
+        wanted = [
+            params(LIST, seed=i, extra_args={"diffusion_max_steps": 4}, **own) for i in range(8)
+        ]
+        crowd = engine.outputs([prompt] * 8, wanted)
+        assert engine.preempted
+        alone = [engine.outputs([prompt], [one])[0] for one in wanted]
+    for output, expected_output in zip(crowd, alone, strict=True):
+        answer, other = output.outputs[0], expected_output.outputs[0]
+        assert answer.token_ids == other.token_ids
+        counts = request_metrics(answer).accepted_prediction_tokens
+        assert counts == request_metrics(other).accepted_prediction_tokens > 0
+
+
+@pytest.mark.parametrize("is_asynchronous", ORDERS)
+def test_a_rule_that_edits(tmp_path: Path, is_asynchronous: bool) -> None:
+    """A block of LLaDA2.1 begins after the prompt's tokens in it with the text, and later ones go on there."""
+    model = llada2()
+    rule = {"diffusion": {"rule": "reveal_and_edit"}}
+    with TracedEngine(
+        model.save(tmp_path),
+        async_scheduling=is_asynchronous,
+        max_model_len=256,
+        additional_config=rule,
+    ) as engine:
+        prompt = prompt_of(37, seed=1)
+        length = engine.state.canvas_length
+        text = "".join(chr(97 + i % 26) for i in range(80))
+        ids = engine.llm.get_tokenizer().encode(text, add_special_tokens=False)
+        # A threshold of 1 rewrites nothing, so that the text is the answer.
+        own = {"diffusion_editing_threshold": 1.0, "diffusion_prediction": text}
+        asked_for = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.0, extra_args=own)
+        (output,) = engine.outputs([prompt], [asked_for])
+    answer = output.outputs[0]
+    assert list(answer.token_ids) == ids[:60]
+    assert request_metrics(answer).accepted_prediction_tokens == 60
+    assert length < 60
+    assert MASK_ID not in answer.token_ids
+
+
+def test_a_family_that_cannot_revise(tmp_path: Path) -> None:
+    """SDAR, whose tokens are final where they are revealed, refuses a prediction by its name."""
+    with TracedEngine(tiny.sdar(block_length=16).save(tmp_path)) as engine:
+        wanted = SamplingParams(max_tokens=8, extra_args={"diffusion_prediction": "a text"})
+        with pytest.raises(VLLMValidationError, match="cannot revise") as refused:
+            engine.outputs([prompt_of(5, seed=1)], [wanted])
+        assert refused.value.parameter == "diffusion_prediction"
+
+
+@pytest.mark.parametrize(
+    ("prediction", "changes", "field"),
+    [
+        (5, {}, "diffusion_prediction"),
+        ([5], {}, "diffusion_prediction"),
+        ({"content": "a"}, {}, "prediction"),
+        ({"type": "content", "content": [{"type": "text"}]}, {}, "prediction"),
+        ("a" * 10**6, {}, "diffusion_prediction"),
+        ("ab" * MOST_PREDICTED, {}, "diffusion_prediction"),
+        ("a", {"extra_args": {"diffusion_seed_canvas": [5] * WIDTH}}, "diffusion_seed_canvas"),
+        ("prompt", {"extra_args": {"diffusion_suffix": "b"}, "max_tokens": 4}, "suffix"),
+        ("a", {"extra_args": {"diffusion_read_only": True}}, "diffusion_read_only"),
+    ],
+)
+def test_refused(
+    shipped: TracedEngine, prediction: Any, changes: dict[str, Any], field: str
+) -> None:
+    """A prediction of another form, of too many tokens or next to another start is refused by its field."""
+    wanted = params(prediction, **changes)
+    with pytest.raises(VLLMValidationError) as refused:
+        shipped.outputs([[42, 35]], [wanted])
+    assert refused.value.parameter == field
+
+
+def test_forms(shipped: TracedEngine) -> None:
+    """OpenAI's object, of a text or of parts, is what the text is, and an empty one is none."""
+    half = len(LIST) // 2
+    parts = [{"type": "text", "text": part} for part in (LIST[:half], LIST[half:])]
+    forms = [LIST, {"type": "content", "content": LIST}, {"type": "content", "content": parts}]
+    nothing = [None, "", {"type": "content", "content": ""}]
+    prompt = asked(shipped, QUESTION)
+    outputs = shipped.outputs([prompt] * 6, [params(form) for form in forms + nothing])
+    counts = [request_metrics(one.outputs[0]) for one in outputs]
+    assert len({repr(one) for one in counts[:3]}) == 1
+    assert len({repr(one) for one in counts[3:]}) == 1
+    assert counts[0].accepted_prediction_tokens > 0
