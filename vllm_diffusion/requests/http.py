@@ -38,7 +38,7 @@ DETAILS = "vllm_diffusion.details"
 # Of vLLM's protocols: it takes ``structured_outputs`` for a mapping before anything has checked it.
 _COUNTS_CONSTRAINTS = "check_structured_outputs_count"
 # Fields of vLLM's before 0.12, by the name that they have within ``structured_outputs``; ignored, they would give
-# free answers.
+# free answers. Clients for all releases (guidance) send both forms, of which vLLM reads its own.
 _GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")} | {
     "guided_whitespace_pattern": "whitespace_pattern",
     "guided_decoding_backend": "",
@@ -274,8 +274,9 @@ def read_body(request: Any, model_config: Any, unknown: Mapping[str, Any] | None
     _check_lengths(request, model_config)
     check_fields(request)
     fields = (request.model_extra or {}) if unknown is None else unknown
+    is_constrained = getattr(request, "structured_outputs", None) is not None
     for name in fields.keys() & _GUIDED.keys():
-        if fields[name] is not None:
+        if fields[name] is not None and not is_constrained:
             where = (
                 f"structured_outputs.{_GUIDED[name]}" if _GUIDED[name] else "no field: leave it out"
             )

@@ -157,11 +157,12 @@ def test_arguments_at_the_top_of_a_body() -> None:
     ],
 )
 def test_fields_of_older_releases(field: str, words: str) -> None:
-    """A constraint in the words of an older vLLM is refused with the new field's name, and not ignored."""
+    """A constraint in the words of an older vLLM is refused with the new field's name, unless that is there too."""
     with pytest.raises(VLLMValidationError, match=words) as raised:
         read_body(chat(**{field: "a"}), ORDINARY)
     assert raised.value.parameter == field
     read_body(chat(**{field: None}), ORDINARY)
+    read_body(chat(**{field: "a"}, structured_outputs={"regex": "a"}), ORDINARY)
 
 
 def test_beams() -> None:
