@@ -14,7 +14,7 @@ MODULES = [f"vllm_diffusion.{name}" for name in ("checkpoints", "live", "metrics
 # Not those of examples/checkpoints, which make the shipped checkpoints, and of examples/rl.
 EXAMPLES = sorted(
     path
-    for folder in (".", "adapters", "drafting", "quantization")
+    for folder in (".", "adapters", "clients", "drafting", "quantization")
     for path in (ROOT / "examples" / folder).glob("*.py")
 )
 

@@ -1,0 +1,64 @@
+"""Agents and other clients of examples/clients, unmodified, each in an environment of its own, against the server."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.server import Server
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+
+CLIENTS = Path(__file__).resolve().parents[2] / "examples/clients"
+# What uv says where it cannot ask the index.
+UNREACHABLE = ("Failed to fetch", "error sending request", "dns error")
+
+
+def output_of(name: str, server: Server) -> list[str]:
+    """The lines that a script prints, run with the packages that it names."""
+    uv = [str(Path(sys.executable).with_name("uv"))]
+    script = str(CLIENTS / f"{name}.py")
+    left_out = ("PYTHONPATH", "VIRTUAL_ENV")
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    environment |= {"OPENAI_BASE_URL": f"{server.url}/v1", "OPENAI_API_KEY": "none"}
+    options = {"capture_output": True, "text": True, "env": environment}
+    made = subprocess.run([*uv, "sync", "--python", sys.executable, "--script", script], **options)
+    if made.returncode and any(words in made.stderr for words in UNREACHABLE):
+        pytest.skip("needs a package index")
+    assert made.returncode == 0, made.stderr[-4000:]
+    ran = subprocess.run([*uv, "run", "--python", sys.executable, "--script", script], **options)
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
+    server.wait_until_idle()
+    return ran.stdout.split("\n")
+
+
+@pytest.mark.parametrize(
+    "name", ["openai_agents", "langchain_agent", "pydantic_agent", "strands_agent"]
+)
+def test_whole_loop(name: str, server: Server) -> None:
+    """An agent's loop calls the tool once with the city of the question, and its answer says what the tool returned."""
+    called, answer, *rest = output_of(name, server)
+    assert called == "get_weather: Paris"
+    assert answer == "Weather in Paris: 21 degrees, sunny."
+    assert not any(rest)
+
+
+def test_smolagents(server: Server) -> None:
+    """smolagents demands a call, which has the city of the question, and its memory has the tool's result."""
+    called, *_, observed, end = output_of("smolagents_agent", server)
+    assert called == "get_weather: Paris"
+    assert observed == "21 degrees, sunny"
+    assert not end
+
+
+def test_guidance(server: Server) -> None:
+    """guidance, which sends fields of older releases beside today's, finds captures of each of its constraints."""
+    chosen, number, record, _ = output_of("guidance_captures", server)
+    assert chosen in {"9", "15"}
+    assert number.isdigit()
+    assert isinstance(json.loads(record)["sum"], int)
