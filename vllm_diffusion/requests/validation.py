@@ -342,7 +342,7 @@ def _suffix(params: Any, tokenizer: Any, model_config: Any) -> tuple[int, ...]:
     text = (params.extra_args or {}).get("diffusion_suffix") or ""
     if not isinstance(text, str):
         refuse("suffix", f"must be text; got {reprlib.repr(text)}.")
-    return _tokens("suffix", text, tokenizer, model_config)
+    return _tokens("suffix", text, tokenizer, model_config, model_config.diffusion.spec.length)
 
 
 def _prediction(params: Any, tokenizer: Any, model_config: Any) -> dict[str, Any]:
@@ -368,9 +368,8 @@ def _prediction(params: Any, tokenizer: Any, model_config: Any) -> dict[str, Any
             'must be {"type": "content", "content": ...} with a text or a list of {"type": "text", "text": ...}; as '
             f'diffusion_prediction also a text, or "{PROMPT}"; got {reprlib.repr(sent)}.',
         )
-    tokens = _tokens(field, text, tokenizer, model_config)
+    tokens = _tokens(field, text, tokenizer, model_config, MOST_PREDICTED)
     _check_predicted(len(tokens))
-    _check_vocabulary(tokens, model_config.get_vocab_size(), field)
     return {"prediction": tokens}
 
 
@@ -383,15 +382,20 @@ def _check_predicted(num_tokens: int) -> None:
         )
 
 
-def _tokens(field: str, text: str, tokenizer: Any, model_config: Any) -> tuple[int, ...]:
+def _tokens(
+    field: str, text: str, tokenizer: Any, model_config: Any, most_tokens: int
+) -> tuple[int, ...]:
     """Return the token ids of a text of a request other than its prompt."""
-    if text and tokenizer is None:
+    if not text:
+        return ()
+    if tokenizer is None:
         refuse(field, "needs a tokenizer, which this server was started without; leave it out.")
     # Before it takes the tokenizer any time.
-    most = model_config.max_model_len * tokenizer.max_chars_per_token if text else 0
-    if len(text) > most:
+    if len(text) > (most := most_tokens * tokenizer.max_chars_per_token):
         refuse(field, f"has {len(text)} characters; this model takes at most {most}. Send less.")
-    return tuple(tokenizer.encode(text, add_special_tokens=False)) if text else ()
+    tokens = tuple(tokenizer.encode(text, add_special_tokens=False))
+    _check_vocabulary(tokens, model_config.get_vocab_size(), field)
+    return tokens
 
 
 def _thought_end(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,6 +106,31 @@ def test_tokens_that_only_the_tokenizer_has(autoregressive: bool) -> None:
                 Processor(config).process_inputs(*request)
         else:
             Processor(config).process_inputs(*request)
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), [("suffix", "suffix"), ("prediction", "diffusion_prediction")]
+)
+def test_texts_of_tokens_that_only_the_tokenizer_has(name: str, field: str) -> None:
+    """A text beside the prompt with an id beyond the model's vocabulary is refused by its field."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    from tests.support.admission import Processor
+    from vllm_diffusion.requests import validation
+
+    validation.install()
+    config = vllm_config(max_model_len=64)
+    replan(config, spec=diffusion_gemma_spec(8))
+    most = config.model_config.get_vocab_size()
+    processor = Processor(config)
+    processor.renderer.tokenizer = SimpleNamespace(
+        encode=lambda text, **_: [most], max_chars_per_token=8
+    )
+    params = SamplingParams(max_tokens=2, extra_args={f"diffusion_{name}": "x"})
+    with pytest.raises(VLLMValidationError, match=f"id {most}.*vocabulary") as raised:
+        validation.check_params(params, processor)
+    assert raised.value.parameter == field
 
 
 def test_pictures_of_a_refused_request_are_sent_again() -> None:
