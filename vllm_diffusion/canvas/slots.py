@@ -116,7 +116,8 @@ class RequestTensors:
     Attributes:
         max_steps: [R], int32, the step cap.
         settings: [R] each, the rule's settings by name.
-        first_phase: [R], int8, :class:`Phase` in which canvases begin: that of a commit where nothing is drafted.
+        first_phase: [R], int8, :class:`Phase` in which canvases begin: that of a commit where nothing is drafted;
+            ``None`` where every canvas is denoised first.
         read_only: [R], bool, canvases that are never committed.
         maps_steps: [R], bool, requests that ask which step decided each token.
         seed_canvas: [R, C], int64, first canvases that requests bring.
@@ -125,7 +126,7 @@ class RequestTensors:
 
     max_steps: Tensor
     settings: dict[str, Tensor]
-    first_phase: Tensor
+    first_phase: Tensor | None
     read_only: Tensor
     maps_steps: Tensor
     seed_canvas: Tensor
@@ -230,7 +231,7 @@ class CanvasSlots:
             settings={
                 name: zeros(R, dtype=setting.dtype) for name, setting in spec.rule.settings.items()
             },
-            first_phase=zeros(R, dtype=torch.int8),
+            first_phase=None if spec.drafts is None else zeros(R, dtype=torch.int8),
             read_only=zeros(R, dtype=torch.bool),
             maps_steps=zeros(R, dtype=torch.bool),
             seed_canvas=zeros(R, C, dtype=torch.int64),
@@ -321,7 +322,7 @@ class CanvasSlots:
             tensor.index_fill_(0, index, 0)
         self.previous_result.index_fill_(0, index, -1)
         self.phase.index_fill_(0, index, int(Phase.DENOISING))
-        if spec.drafts is not None:
+        if requested.first_phase is not None:
             ways = [spec.way(row.arguments.settings) for row in rows]
             first = np.array([way == AUTOREGRESSIVE for way in ways], dtype=np.int8)
             requested.first_phase[index] = self._to_device(first * int(Phase.COMMITTING))

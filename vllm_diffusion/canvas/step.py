@@ -284,7 +284,10 @@ class CanvasStep:
         slots.previous_result.copy_(torch.where(begins[:, None], -1, previous))
         slots.step.copy_(torch.where(begins, zero, output.step))
         slots.decided_step.copy_(torch.where(begins[:, None], 0, output.decided_step))
-        slots.phase.copy_(torch.where(begins, slots.requested.first_phase, phase))
+        first_phase = slots.requested.first_phase
+        slots.phase.copy_(
+            torch.where(begins, _DENOISING if first_phase is None else first_phase, phase)
+        )
         slots.canvas_idx.copy_(slots.canvas_idx + begins.to(torch.int32))
         for name, tensor in slots.rule_memory.items():
             one_each = (-1, *[1] * (tensor.dim() - 1))

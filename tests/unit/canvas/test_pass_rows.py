@@ -41,6 +41,7 @@ def spec_of(layout: type[CanvasLayout]) -> Any:
         rule=rule,
         max_denoising_steps=3,
         mask_token_id=None,
+        drafts=None,
         block_length=lambda settings: LENGTH,
     )
 
