@@ -369,14 +369,14 @@ def _prediction(params: Any, tokenizer: Any, model_config: Any) -> dict[str, Any
             f'diffusion_prediction also a text, or "{PROMPT}"; got {reprlib.repr(sent)}.',
         )
     tokens = _tokens(field, text, tokenizer, model_config, MOST_PREDICTED)
-    _check_predicted(len(tokens))
+    _check_predicted(len(tokens), field)
     return {"prediction": tokens}
 
 
-def _check_predicted(num_tokens: int) -> None:
+def _check_predicted(num_tokens: int, field: str = "prediction") -> None:
     if num_tokens > MOST_PREDICTED:
         refuse(
-            "prediction",
+            field,
             f"has {num_tokens} tokens; each canvas searches them, and at most {MOST_PREDICTED} are taken. Send the part "
             "that the answer is likely to repeat.",
         )
