@@ -63,7 +63,7 @@ def test_no_seed(replicas: Server) -> None:
     # One step leaves in an answer what was drawn.
     steps = {"vllm_xargs": {"diffusion_max_steps": 1}}
     length = {"max_tokens": 90, "ignore_eos": True}
-    body = {"model": MODEL, "prompt": "Red", "return_token_ids": True} | length | steps
+    body = {"model": MODEL, "prompt": "Tell a story:", "return_token_ids": True} | length | steps
     answers = [
         httpx.post(
             f"{replicas.url}/v1/completions",
