@@ -8,10 +8,9 @@ compiled step of the sampler.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -53,7 +52,7 @@ class NewRequest:
         prompt_len: Tokens of its prompt.
         num_generated: Tokens that it generated before it was preempted; 0 for a new request.
         given: Tokens of the first canvas's leading positions: the end of the known tokens.
-        followed: Follows the text that it expects its answer to resemble, where it brings one.
+        known: Tokens of its prompt, and those that it generated before.
         suffix_start: Position in the canvas of the first token of ``arguments.suffix``.
         end_tokens: Tokens that end it, at most ``MAX_END_TOKENS``.
         is_constrained: Whether the scheduler holds its canvases to a grammar or words.
@@ -64,7 +63,7 @@ class NewRequest:
     prompt_len: int = 0
     num_generated: int = 0
     given: Sequence[int] = ()
-    followed: Callable[[], FollowedText | None] = lambda: None
+    known: Sequence[int] = ()
     suffix_start: int = 0
     end_tokens: Sequence[int] = ()
     is_constrained: bool = False
@@ -87,26 +86,25 @@ class NewRequest:
             prompt_len=num_prompt,
             num_generated=len(known) - num_prompt,
             given=known[len(known) - spec.num_given(len(known)) :],
-            followed=partial(_followed, arguments, known, num_prompt, spec),
+            known=known,
             suffix_start=spec.num_given(num_prompt) + params.max_tokens if arguments.suffix else 0,
             end_tokens=end_token_ids(params) if params else (),
             is_constrained=bool(params and constraining_fields(params)),
         )
 
-
-def _followed(
-    arguments: RequestArguments, known: Sequence[int], num_prompt: int, spec: CanvasSpec
-) -> FollowedText | None:
-    """Follow a request's text as far as it had answered when it was preempted."""
-    if (text := arguments.predicted(known[:num_prompt])) is None:
-        return None
-    followed = FollowedText(text, is_prompt=arguments.predicts_prompt)
-    width, begin = arguments.canvas_length or spec.length, num_prompt
-    while begin < len(known):
-        end = begin + width - spec.num_given(begin)
-        followed.advance(known[begin:end])
-        begin = end
-    return followed
+    def followed(self, spec: CanvasSpec) -> FollowedText | None:
+        """Follow the text that its answer is expected to resemble as far as it had answered, where it brings one."""
+        arguments, known = self.arguments, self.known
+        prompt = known[: self.prompt_len] if arguments.predicts_prompt else ()
+        if (text := arguments.predicted(prompt)) is None:
+            return None
+        followed = FollowedText(text, is_prompt=arguments.predicts_prompt)
+        width, begin = arguments.canvas_length or spec.length, self.prompt_len
+        while begin < len(known):
+            end = begin + width - spec.num_given(begin)
+            followed.advance(known[begin:end])
+            begin = end
+        return followed
 
 
 @dataclass(frozen=True)
@@ -295,9 +293,9 @@ class CanvasSlots:
         C, spec, requested = self.canvas_length, self.spec, self.requested
         index = self._to_device(np.array(list(self._staged), dtype=np.int64))
         rows = list(self._staged.values())
-        followed = {slot: row.followed() for slot, row in self._staged.items()}
-        texts = list(followed.values())
-        if brought := {slot: text for slot, text in followed.items() if text is not None}:
+        texts = [row.followed(spec) for row in rows]
+        of_slots = zip(self._staged, texts, strict=True)
+        if brought := {slot: text for slot, text in of_slots if text is not None}:
             self.predictions.write(brought)
         self._staged.clear()
 
