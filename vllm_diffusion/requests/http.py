@@ -22,12 +22,12 @@ from vllm.logger import init_logger
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.requests import bounds
 from vllm_diffusion.requests.arguments import PREFIX
 from vllm_diffusion.requests.constraint import read_constraint_aside
 from vllm_diffusion.requests.refusals import failing_aloud, one_line, refuse
+from vllm_diffusion.startup.plan import spec_of
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -290,7 +290,7 @@ def read_body(request: Any, model_config: Any, unknown: Mapping[str, Any] | None
     if suffix := getattr(request, "suffix", None) or fields.get("suffix"):
         arguments |= _suffix_arguments(request, suffix, model_config)
     # An answer token after token starts from nothing: there the field is a hint that helps nobody, as in vLLM.
-    if (prediction := fields.get("prediction")) is not None and (spec := _spec_of(model_config)):
+    if (prediction := fields.get("prediction")) is not None and (spec := spec_of(model_config)):
         if reason := spec.refused_arguments.get("prediction"):
             refuse("prediction", reason)
         if not isinstance(prediction, Mapping):
@@ -313,7 +313,7 @@ def _suffix_arguments(request: Any, suffix: Any, model_config: Any) -> dict[str,
             "suffix",
             "is a field of /v1/completions; a chat goes on after its last message. Leave it out.",
         )
-    spec = _spec_of(model_config)
+    spec = spec_of(model_config)
     if spec is None:
         return {}
     if reason := spec.refused_arguments.get("suffix"):
@@ -327,13 +327,7 @@ def _suffix_arguments(request: Any, suffix: Any, model_config: Any) -> dict[str,
     until="vLLM hands a suffix to models that take it beside their prompt.",
 )
 def _leaving_out_suffixes(stock: Any, self: Any, prompt: str, suffix: str) -> str | None:
-    return stock(self, prompt, suffix) if _spec_of(self.model_config) is None else prompt
-
-
-def _spec_of(model_config: Any) -> CanvasSpec | None:
-    """Return the description of a model's canvases; ``None`` of one that answers token after token."""
-    plan = getattr(model_config, "diffusion", None)
-    return plan and plan.spec
+    return stock(self, prompt, suffix) if spec_of(self.model_config) is None else prompt
 
 
 def check_characters(request: Any, most: int) -> None:

@@ -262,10 +262,8 @@ def _combinations(params: Any, arguments: RequestArguments, spec: CanvasSpec) ->
         "diffusion_seed_canvas": arguments.seed_canvas,
         "diffusion_read_only": arguments.read_only,
     }
-    for field, value in own_start.items() if is_predicted else ():
-        if value:
-            reason = "cannot be combined with prediction, from which the canvases start; leave one of them out."
-            yield field, reason, None
+    if is_predicted:
+        yield from _beside("prediction, from which the canvases start", own_start)
     constraints = {
         "structured_outputs": params.structured_outputs is not None,
         "bad_words": bool(params.bad_words),
@@ -282,10 +280,8 @@ def _combinations(params: Any, arguments: RequestArguments, spec: CanvasSpec) ->
         "diffusion_canvas_length": arguments.canvas_length,
         **constraints,
     }
-    for field, value in first_canvas.items() if arguments.suffix else ():
-        if value:
-            reason = "cannot be combined with suffix, before which the answer has a fixed length; leave one of them out."
-            yield field, reason, None
+    if arguments.suffix:
+        yield from _beside("suffix, before which the answer has a fixed length", first_canvas)
     allowed, brought = params.allowed_token_ids, arguments.seed_canvas or ()
     for position in arguments.pinned if allowed is not None else ():
         if brought[position] not in allowed:
@@ -301,6 +297,13 @@ def _combinations(params: Any, arguments: RequestArguments, spec: CanvasSpec) ->
             f"{params.min_tokens}. Lower it, or leave it out."
         )
         yield "min_tokens", reason, params.min_tokens
+
+
+def _beside(other: str, fields: Mapping[str, Any]) -> Iterator[Problem]:
+    """Find which fields are set, all of which another one excludes."""
+    for field, value in fields.items():
+        if value:
+            yield field, f"cannot be combined with {other}; leave one of them out.", None
 
 
 def _narrowed(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> RequestArguments:
