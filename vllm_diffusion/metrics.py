@@ -1,6 +1,6 @@
 """Metrics of requests and of the engine: passes, rows, denoising steps and seconds.
 
-The scheduler counts on the host, from scheduled passes and their results. The numbers of one
+The scheduler counts on the host, from scheduled passes and their results, apart for each way to decode. The numbers of one
 request reach the API process with its last report (``canvas/messages.py``), and its finished output
 holds them; those of the engine travel in ``SpecDecodingStats.num_draft_tokens_per_pos``, a list
 that is free for diffusion models. :func:`request_metrics` and :class:`DiffusionStatLogger` read
@@ -13,15 +13,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from functools import cache
-from itertools import chain
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from vllm_diffusion.decoding.canvas_spec import CanvasSpec
+from vllm_diffusion.requests.arguments import arguments_of
 from vllm_diffusion.startup.plan import spec_of
 
 __all__ = ["DiffusionRequestMetrics", "request_metrics"]
@@ -113,13 +116,14 @@ def request_metrics(completion: Any) -> DiffusionRequestMetrics | None:
 
 @dataclass
 class PassTotals:
-    """Totals of the engine since the last time they were sent."""
+    """Totals of the requests of one way since the last time they were sent."""
 
     encode_rows: int = 0
     canvas_rows: int = 0
     projected_rows: int = 0
     denoise_steps: int = 0
     canvases: int = 0
+    emitted_tokens: int = 0
     stuck_requests: int = 0
     empty_answers: int = 0
     canvases_at_step_cap: int = 0
@@ -136,12 +140,14 @@ class CanvasTotals(NamedTuple):
         passes: Number of passes: the steps, and the one that committed it if there was one.
         tokens: Number of emitted tokens.
         microseconds: Duration on the scheduler's clock.
+        way: Index of its request's way in ``CanvasSpec.ways``.
     """
 
     steps: int
     passes: int
     tokens: int
     microseconds: int
+    way: int
 
 
 @dataclass
@@ -154,20 +160,33 @@ class _OpenCanvas:
 class PassCounters:
     """Counters on the scheduler's side."""
 
-    def __init__(self) -> None:
-        self._totals = PassTotals()
+    def __init__(self, spec: CanvasSpec) -> None:
+        """Start at zero.
+
+        Args:
+            spec: Description of the server's canvases, whose ways are counted apart.
+        """
+        self._spec = spec
+        self._totals = self._zeros()
         self._finished: list[CanvasTotals] = []
         self._open: dict[str, _OpenCanvas] = {}
 
-    def observe(self, request_id: str, rows: RowCounts, max_steps: int) -> None:
+    def _zeros(self) -> list[PassTotals]:
+        return [PassTotals() for _ in self._spec.ways]
+
+    def _way(self, request: Request) -> int:
+        return self._spec.way(arguments_of(request.sampling_params).settings)
+
+    def observe(self, request: Request, rows: RowCounts, max_steps: int) -> None:
         """Count one request's part of one pass.
 
         Args:
-            request_id: Id of the request.
+            request: The engine's request.
             rows: Rows that ran, and emitted tokens.
             max_steps: Step cap of the request.
         """
-        totals = self._totals
+        way, request_id = self._way(request), request.request_id
+        totals = self._totals[way]
         totals.encode_rows += rows.encoded
         totals.canvas_rows += rows.denoised
         totals.projected_rows += rows.projected
@@ -182,35 +201,39 @@ class PassCounters:
             self._open[request_id].passes += 1
         if rows.num_emitted:
             totals.canvases += 1
+            totals.emitted_tokens += rows.num_emitted
             if finished := self._open.pop(request_id, None):
                 totals.canvases_at_step_cap += finished.steps >= max_steps
                 microseconds = int((time.monotonic() - finished.begun) * 1e6)
                 self._finished.append(
-                    CanvasTotals(finished.steps, finished.passes, rows.num_emitted, microseconds)
+                    CanvasTotals(
+                        finished.steps, finished.passes, rows.num_emitted, microseconds, way
+                    )
                 )
 
     def forget(self, request_id: str) -> None:
         """Discard the open canvas of a request that has ended or was preempted."""
         self._open.pop(request_id, None)
 
-    def observe_stuck_request(self) -> None:
+    def observe_stuck_request(self, request: Request) -> None:
         """Count a request that was ended because it settled nothing."""
-        self._totals.stuck_requests += 1
+        self._totals[self._way(request)].stuck_requests += 1
 
-    def observe_empty_answer(self) -> None:
+    def observe_empty_answer(self, request: Request) -> None:
         """Count an answer that has no token before its end."""
-        self._totals.empty_answers += 1
+        self._totals[self._way(request)].empty_answers += 1
 
     def attach(
         self, stats: SpecDecodingStats | None, num_spec_tokens: int
     ) -> SpecDecodingStats | None:
         """Move the numbers into the engine's statistics of this step; ``None`` if there are none."""
-        if self._totals == PassTotals():
+        if self._totals == self._zeros():
             return stats
         if stats is None:
             stats = SpecDecodingStats.new(num_spec_tokens)
-        stats.num_draft_tokens_per_pos = [*astuple(self._totals), *chain(*self._finished)]
-        self._totals, self._finished = PassTotals(), []
+        totals = map(astuple, self._totals)
+        stats.num_draft_tokens_per_pos = [*chain(*totals), *chain(*self._finished)]
+        self._totals, self._finished = self._zeros(), []
         return stats
 
 
@@ -220,6 +243,7 @@ _HELP = {
     "projected_rows": "Rows projected to the vocabulary.",
     "denoise_steps": "Denoising steps of canvases.",
     "canvases": "Canvases emitted.",
+    "emitted_tokens": "Tokens of emitted canvases.",
     "stuck_requests": "Requests that were ended since they settled nothing, or before their structured output was whole.",
     "empty_answers": "Answers that have no token before their end, or none after their thought.",
     "canvases_at_step_cap": "Canvases that took as many steps as they may.",
@@ -250,7 +274,7 @@ _OLD_NAMES = {"canvas_seconds": "seconds_per_canvas"}
 @cache
 def instruments() -> tuple[dict[str, Counter], dict[str, Histogram]]:
     """Return this process's counters and histograms: one set, as there is one registry for all engines."""
-    labels = ["model_name", "engine"]
+    labels = ["model_name", "engine", "way"]
     counters = {
         name: Counter(f"vllm_diffusion:{name}", text, labels) for name, text in _HELP.items()
     }
@@ -342,11 +366,12 @@ class DiffusionStatLogger(StatLoggerBase):
         # Another scheduler than ours has none of these counts.
         spec = spec_of(model_config)
         self._is_diffusion = spec is not None
-        self._labels = (model_config.served_model_name, str(engine_index))
+        self._labels = labels = (model_config.served_model_name, str(engine_index))
         self._kept = _kept_tokens(vllm_config, self._labels)
         if spec is not None:
             self._counters, self._histograms = instruments()
-            self._verifies = spec.layout.verifies
+            self._of_ways = [(*labels, name) for name in spec.ways]
+            self._verifies = [spec.of_way(way).layout.verifies for way in range(len(spec.ways))]
 
     def record(
         self,
@@ -363,18 +388,19 @@ class DiffusionStatLogger(StatLoggerBase):
         if not self._is_diffusion:
             return
         names = [field.name for field in fields(PassTotals)]
-        if stats is None or len(stats.num_draft_tokens_per_pos) < len(names):
+        each = list(product(self._of_ways, names))
+        if stats is None or len(stats.num_draft_tokens_per_pos) < len(each):
             return
         numbers = stats.num_draft_tokens_per_pos
-        for name, value in zip(names, numbers, strict=False):
+        for (labels, name), value in zip(each, numbers, strict=False):
             if name in _KINDS:
-                labels = (*self._labels, _KINDS[name])
-                self._counters["passes"].labels(*labels).inc(value)
+                self._counters["passes"].labels(*labels, _KINDS[name]).inc(value)
             else:
-                self._counters[name].labels(*self._labels).inc(value)
+                self._counters[name].labels(*labels).inc(value)
         width = len(CanvasTotals._fields)
-        for start in range(len(names), len(numbers), width):
+        for start in range(len(each), len(numbers), width):
             canvas = CanvasTotals(*numbers[start : start + width])
+            labels = self._of_ways[canvas.way]
             observed = {
                 "denoise_steps_per_canvas": canvas.steps,
                 "tokens_per_pass": canvas.tokens / canvas.passes,
@@ -382,12 +408,11 @@ class DiffusionStatLogger(StatLoggerBase):
             }
             observed |= {old: observed[name] for name, old in _OLD_NAMES.items()}
             for name, value in observed.items():
-                self._histograms[name].labels(*self._labels).observe(value)
-            if self._verifies:
-                self._counters["verifications"].labels(*self._labels).inc()
+                self._histograms[name].labels(*labels).observe(value)
+            if self._verifies[canvas.way]:
+                self._counters["verifications"].labels(*labels).inc()
                 for position in range(canvas.tokens - 1):
-                    labels = (*self._labels, str(position))
-                    self._counters["kept_tokens_per_position"].labels(*labels).inc()
+                    self._counters["kept_tokens_per_position"].labels(*labels, str(position)).inc()
 
     def log_engine_initialized(self) -> None:
         """Log nothing, since vLLM's own loggers do."""

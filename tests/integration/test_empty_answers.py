@@ -58,7 +58,7 @@ def test_empty_answers_are_counted_and_reported(
 ) -> None:
     """Empty answers are counted; where they are many, one warning names the setting, unless it is set."""
     engine, never_empty = served
-    totals = engine.scheduler._counters._totals
+    totals = engine.scheduler._counters._totals[0]
     before = totals.empty_answers
     for seed in range(12):
         answer(engine, seed=seed, **eager(engine))

@@ -152,14 +152,14 @@ def test_dead_end_behind_an_answer(engine):
 def test_structured_outputs_that_do_not_end_are_counted(engine):
     """An answer that ``max_tokens`` cuts counts as stuck if its structured output was to go on, and no other does."""
     endless = {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 40}}
-    before = engine.scheduler._counters._totals.stuck_requests
+    before = engine.scheduler._counters._totals[0].stuck_requests
     add(engine, "endless", constrained(engine, endless, max_tokens=40))
     add(engine, "whole", constrained(engine, {"regex": "[ab]{5}"}, max_tokens=40))
     add(engine, "free", constrained(engine, {}, max_tokens=8, ignore_eos=True))
     outputs, _ = drain(engine)
     assert outputs["endless"].finish_reason == outputs["free"].finish_reason == "length"
     assert outputs["whole"].finish_reason == "stop"
-    assert engine.scheduler._counters._totals.stuck_requests == before + 1
+    assert engine.scheduler._counters._totals[0].stuck_requests == before + 1
 
 
 def test_grammar_wins_over_a_bad_word(engine):

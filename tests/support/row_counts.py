@@ -80,8 +80,8 @@ class RowCounter:
                 canvas = scheduler_output.scheduled_spec_decode_tokens.get(request_id, ())
                 counts.sampled += len(canvas)
 
-    def _count_part(self, request_id: str, rows: Any, max_steps: int) -> None:
-        counts = self.counts
+    def _count_part(self, request: Any, rows: Any, max_steps: int) -> None:
+        counts, request_id = self.counts, request.request_id
         counts.sampled += rows.projected
         counts.denoised += rows.denoised
         counts.committed += rows.projected - rows.denoised

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
+from vllm.sampling_params import SamplingParams
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from tests.support.vllm_configs import replan, vllm_config
 from vllm_diffusion import metrics
 from vllm_diffusion.checkpoints import shipped_checkpoint, shipped_draft
+from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.layouts import FreeCanvas, VerifiedDraft
 from vllm_diffusion.metrics import (
     CanvasTotals,
@@ -24,11 +27,27 @@ from vllm_diffusion.metrics import (
     instruments,
     metrics_of_passes,
 )
+from vllm_diffusion.requests.arguments import RequestArguments, attach_arguments
 
 pytestmark = pytest.mark.engine
 
 PROMPT, STEP, LAST = RowCounts(40, 0, 0, 0), RowCounts(0, 32, 32, 0), RowCounts(0, 32, 32, 32)
 FUSED, COMMIT = RowCounts(32, 32, 32, 0), RowCounts(32, 0, 0, 32)
+
+
+def spec_of(**settings: Any) -> CanvasSpec:
+    """Describe the canvases of the shipped checkpoint, served with these settings."""
+    config = vllm_config(additional_config={"diffusion": settings})
+    spec: CanvasSpec = config.model_config.diffusion.spec
+    return spec
+
+
+def request(request_id: str = "a", way: str | None = None) -> Any:
+    """Stand in for the engine's request, which may choose its way."""
+    arguments = {"diffusion_rule": way} if way else {}
+    params = SamplingParams(extra_args=arguments)
+    attach_arguments(params, RequestArguments(settings={"rule": way} if way else {}))
+    return SimpleNamespace(request_id=request_id, sampling_params=params)
 
 
 def numbers(counters: PassCounters) -> list[int]:
@@ -38,23 +57,23 @@ def numbers(counters: PassCounters) -> list[int]:
 
 def test_canvases_and_kinds() -> None:
     """A canvas is counted when it is emitted, with its passes; each pass is of one kind."""
-    counters = PassCounters()
+    counters = PassCounters(spec_of())
     for rows in (PROMPT, STEP, STEP, LAST, FUSED, LAST):
-        counters.observe("a", rows, 3)
-    totals, canvases = numbers(counters)[:11], numbers(PassCounters())
+        counters.observe(request(), rows, 3)
+    totals, canvases = numbers(counters)[:12], numbers(PassCounters(spec_of()))
     assert canvases == []
-    assert totals == [72, 160, 160, 5, 2, 0, 0, 1, 1, 4, 1]
+    assert totals == [72, 160, 160, 5, 2, 64, 0, 0, 1, 1, 4, 1]
 
 
 def test_steps_tokens_and_time_of_a_canvas() -> None:
     """Of a canvas that was preempted only what it took from its new beginning on."""
-    counters = PassCounters()
+    counters = PassCounters(spec_of())
     for rows in (PROMPT, STEP, STEP):
-        counters.observe("a", rows, 16)
+        counters.observe(request(), rows, 16)
     counters.forget("a")
     for rows in (PROMPT, STEP, STEP, STEP, COMMIT):
-        counters.observe("a", rows, 16)
-    canvas = CanvasTotals(*numbers(counters)[11:])
+        counters.observe(request(), rows, 16)
+    canvas = CanvasTotals(*numbers(counters)[12:])
     assert (canvas.steps, canvas.passes, canvas.tokens) == (3, 4, 32)
     assert canvas.microseconds >= 0
     assert numbers(counters) == []
@@ -78,20 +97,51 @@ def test_kept_tokens_of_canvases(verifies: bool) -> None:
     layout = (VerifiedDraft if verifies else FreeCanvas)(8)
     replan(config, spec=replace(config.model_config.diffusion.spec, layout=layout))
     stat_logger = DiffusionStatLogger(config)
-    counters = PassCounters()
+    counters = PassCounters(config.model_config.diffusion.spec)
     for kept in (3, 1, 2):
-        counters.observe("a", RowCounts(0, 8, 8, 0), 1)
-        counters.observe("a", RowCounts(8, 0, 8, kept), 1)
+        counters.observe(request(), RowCounts(0, 8, 8, 0), 1)
+        counters.observe(request(), RowCounts(8, 0, 8, kept), 1)
     stat_logger.record(SchedulerStats(spec_decoding_stats=counters.attach(None, 8)), None)
 
     def count(metric: str, **labels: str) -> float | None:
-        labels |= {"model_name": name, "engine": "0"}
+        labels |= {"model_name": name, "engine": "0", "way": "entropy_bound"}
         return REGISTRY.get_sample_value(f"vllm_diffusion:{metric}_total", labels)
 
     kept_at = [count("kept_tokens_per_position", position=str(at)) for at in range(3)]
     assert count("verifications") == (3 if verifies else None)
     assert kept_at == ([2, 1, None] if verifies else [None] * 3)
     assert count("canvases") == 3
+
+
+def test_ways_are_counted_apart() -> None:
+    """Where requests choose their way, each number has the way as a label, and only drafts are verifications."""
+    ways = ["entropy_bound", "linear_spec", "autoregressive"]
+    config = vllm_config(served_model_name="ways", additional_config={"diffusion": {"rules": ways}})
+    counters = PassCounters(config.model_config.diffusion.spec)
+    for rows in (PROMPT, STEP, LAST):
+        counters.observe(request("a"), rows, 16)
+    for rows in (RowCounts(5, 16, 17, 0), RowCounts(16, 0, 16, 3)):
+        counters.observe(request("b", "linear_spec"), rows, 16)
+    for rows in (RowCounts(5, 0, 1, 1), RowCounts(1, 0, 1, 1)):
+        counters.observe(request("c", "autoregressive"), rows, 16)
+    counters.observe_empty_answer(request("c", "autoregressive"))
+    DiffusionStatLogger(config).record(
+        SchedulerStats(spec_decoding_stats=counters.attach(None, 32)), None
+    )
+
+    def count(metric: str) -> list[float | None]:
+        labels = {"model_name": "ways", "engine": "0"}
+        return [
+            REGISTRY.get_sample_value(f"vllm_diffusion:{metric}", labels | {"way": way})
+            for way in ways
+        ]
+
+    assert count("emitted_tokens_total") == [32, 3, 2]
+    assert count("encode_rows_total") == [40, 21, 6]
+    assert count("empty_answers_total") == [0, 0, 1]
+    assert count("verifications_total") == [None, 1, None]
+    # A token that is drawn alone is no canvas that was denoised.
+    assert count("tokens_per_pass_count") == [1, 1, None]
 
 
 def test_drafts_of_other_models() -> None:

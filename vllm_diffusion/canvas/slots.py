@@ -321,7 +321,7 @@ class CanvasSlots:
         self.previous_result.index_fill_(0, index, -1)
         self.phase.index_fill_(0, index, int(Phase.DENOISING))
         if requested.first_phase is not None:
-            ways = [spec.way(row.arguments.settings) for row in rows]
+            ways = [spec.ways[spec.way(row.arguments.settings)] for row in rows]
             first = np.array([way == AUTOREGRESSIVE for way in ways], dtype=np.int8)
             requested.first_phase[index] = self._to_device(first * int(Phase.COMMITTING))
             self.phase[index] = requested.first_phase[index]

@@ -93,6 +93,7 @@ class CanvasSpec:
             random tokens.
         drafts: Description of the canvases of requests whose setting ``rule`` is not the first one, and
             which are verified; ``None`` where no request chooses.
+        ways: Names of the rules that requests choose from; of one rule where none chooses.
     """
 
     layout: CanvasLayout
@@ -101,6 +102,7 @@ class CanvasSpec:
     settings: Mapping[str, float | str]
     mask_token_id: int | None = None
     drafts: CanvasSpec | None = None
+    ways: tuple[str, ...] = ("",)
 
     @property
     def length(self) -> int:
@@ -115,21 +117,23 @@ class CanvasSpec:
         """Return the settings of a request: its own, and the server's for those that it leaves out."""
         return {**self.settings, **own}
 
-    def of_request(self, own: Mapping[str, float | str]) -> CanvasSpec:
-        """Return the description of a request's canvases: itself where no request chooses.
+    def way(self, own: Mapping[str, float | str]) -> int:
+        """Return the index in ``ways`` of a request's rule: 0 where no request chooses.
 
         Args:
             own: Settings of the rule that the request brings, by name.
         """
         if self.drafts is None:
-            return self
-        return (
-            self.drafts if self.rule.settings[RULE].number(self.all_settings(own)[RULE]) else self
-        )
+            return 0
+        return self.ways.index(str(own.get(RULE, self.settings[RULE])))
 
-    def way(self, own: Mapping[str, float | str]) -> str | None:
-        """Return the name of the rule of a request; ``None`` where no request chooses."""
-        return None if self.drafts is None else str(self.all_settings(own)[RULE])
+    def of_way(self, way: int) -> CanvasSpec:
+        """Return the description of the canvases of requests of a way, an index in ``ways``."""
+        return self.drafts if way and self.drafts is not None else self
+
+    def of_request(self, own: Mapping[str, float | str]) -> CanvasSpec:
+        """Return the description of a request's canvases, by the settings that it brings."""
+        return self.of_way(self.way(own))
 
     @property
     def seeded_layout(self) -> CanvasLayout | None:

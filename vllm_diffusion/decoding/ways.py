@@ -101,4 +101,5 @@ def by_request(
         rule=RuleOfRequest(diffusion.rule, drafts.rule, names),
         settings={**diffusion.settings, RULE: default},
         drafts=drafts,
+        ways=names,
     )

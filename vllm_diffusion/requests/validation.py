@@ -210,7 +210,7 @@ def _contradictions(params: Any, spec: CanvasSpec) -> Iterator[Problem]:
 
 def _of_way(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> Iterator[Problem]:
     """Find what the rule that a request chose cannot honour, where another rule of the server can."""
-    chosen, way = spec.of_request(arguments.settings), spec.way(arguments.settings)
+    chosen, way = spec.of_request(arguments.settings), spec.ways[spec.way(arguments.settings)]
     if chosen is spec:
         return
     remedy = f'leave it out, or choose another {PREFIX}{RULE} than "{way}".'
@@ -317,7 +317,7 @@ def _narrowed(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> Req
     chosen = spec.of_request(arguments.settings)
     if chosen is not spec:
         # A draft of one token is none: its commit draws the next token.
-        is_draft = spec.way(arguments.settings) != AUTOREGRESSIVE
+        is_draft = spec.ways[spec.way(arguments.settings)] != AUTOREGRESSIVE
         arguments = msgspec.structs.replace(
             arguments,
             canvas_length=(arguments.canvas_length or chosen.length) if is_draft else 1,

@@ -76,7 +76,7 @@ class CanvasScheduling(Scheduler):
             self._prefix_hashes = PrefixHashes(spec.layout, self.cache_config, size)
         # True if the last pass left requests waiting.
         self._leaves_waiting = False
-        self._counters = PassCounters()
+        self._counters = PassCounters(spec)
         self.stuck = StuckRequests(
             self, self._counters, lambda request_id: self.constraints.num_settled(request_id)
         )
@@ -230,7 +230,7 @@ class CanvasScheduling(Scheduler):
         for part in self._parts(scheduler_output, model_runner_output):
             for feature in self._features:
                 feature.observe(part)
-            self._counters.observe(part.request.request_id, part.counts, part.max_steps)
+            self._counters.observe(part.request, part.counts, part.max_steps)
         self.prompt_logprobs.hold(model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for feature in self._features:

@@ -78,7 +78,7 @@ class EmptyAnswers(SchedulerFeature):
         if not is_empty:
             return
         self._num_empty += 1
-        self._counters.observe_empty_answer()
+        self._counters.observe_empty_answer(request)
         most = max(LEAST_EMPTY, LARGEST_SHARE * self._num_answers)
         if self._num_empty >= most and not self._has_warned:
             self._has_warned = True

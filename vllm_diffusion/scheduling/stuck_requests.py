@@ -69,7 +69,7 @@ class StuckRequests(SchedulerFeature):
         """
         if request.request_id not in self._reasons:
             self._reasons[request.request_id] = reason
-            self._counters.observe_stuck_request()
+            self._counters.observe_stuck_request(request)
 
     def preempt_request(self, request: Request) -> None:
         self.remove_request(request.request_id)
@@ -91,7 +91,7 @@ class StuckRequests(SchedulerFeature):
         for request in self._held:
             if request.status == RequestStatus.FINISHED_LENGTH_CAPPED:
                 # Its constraint may never have been satisfied, as that of an array without a bound.
-                self._counters.observe_stuck_request()
+                self._counters.observe_stuck_request(request)
         self._held.clear()
         for request_id, reason in list(self._reasons.items()):
             self.remove_request(request_id)

@@ -206,7 +206,8 @@ class BlockDiffusionEngineConfig:
             ValueError: If ``rules`` are none of this model's, or leave out its own or the default.
         """
         if settings.rules is None:
-            return cls.canvas_spec(model_config, settings, canvases)
+            chosen = cls.chosen_rule(model_config, settings)
+            return replace(cls.canvas_spec(model_config, settings, canvases), ways=(chosen,))
         own = cls.default_rule(model_config)
         known = (own, LINEAR_SPEC, AUTOREGRESSIVE)
         if not set(known) <= set(cls.rule_names()):
