@@ -215,10 +215,11 @@ class BlockDiffusionEngineConfig:
                 f"{OPTION}: rules={settings.rules!r} does not go with this model, whose requests have one way; "
                 "leave it out."
             )
-        names = tuple(name for name in known if name in settings.rules)
-        if len(names) != len(settings.rules):
+        chosen_from = known if settings.rules == "all" else settings.rules
+        names = tuple(name for name in known if name in chosen_from)
+        if len(names) != len(chosen_from):
             raise ValueError(
-                f"{OPTION}: rules={settings.rules!r} must list some of {', '.join(known)}, each once."
+                f'{OPTION}: rules={settings.rules!r} must list some of {", ".join(known)}, each once, or be "all".'
             )
         default = settings.rule or own
         for name in (own, default):

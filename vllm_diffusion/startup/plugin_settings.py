@@ -26,7 +26,8 @@ class PluginSettings:
         attention: Implementation of :func:`attention_kernels.canvas_attention`: ``"auto"``,
             ``"reference"``, ``"triton"`` or ``"cute"``.
         rule: Name of the model's decoding rule; ``None`` for the checkpoint's own.
-        rules: Names of the rules that requests may choose from by ``diffusion_rule``; ``None`` for none but ``rule``.
+        rules: Names of the rules that requests may choose from by ``diffusion_rule``; ``"all"`` for all of the model's ways,
+            ``None`` for none but ``rule``.
         draft_length: Positions of a draft of the rule ``linear_spec``, its certain first one among them.
         draft_steps: Steps of such a draft.
         preset: Name of a set of settings of the rule, for settings that are not set by themselves.
@@ -42,7 +43,7 @@ class PluginSettings:
     window_anchor: Literal["canvas", "query"] = "canvas"
     attention: str = "auto"
     rule: str | None = None
-    rules: Sequence[str] | None = None
+    rules: Sequence[str] | Literal["all"] | None = None
     draft_length: int | None = None
     draft_steps: int | None = None
     preset: str | None = None
@@ -64,8 +65,8 @@ class PluginSettings:
             "self_check": ("auto", "always", "off"),
         }
         check_choices(self, choices)
-        if not isinstance(self.rules, list | tuple | None):
-            raise ValueError(f"rules={self.rules!r} must be a list of names.")
+        if self.rules != "all" and not isinstance(self.rules, list | tuple | None):
+            raise ValueError(f'rules={self.rules!r} must be "all" or a list of names.')
         for name in ("converge_at_end", "never_empty"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name}={value!r} must be true or false.")

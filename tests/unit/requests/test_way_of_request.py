@@ -135,8 +135,8 @@ def test_ways_that_a_server_does_not_offer(server: dict[str, Any], reason: str) 
             "must list some of entropy_bound, linear_spec, autoregressive",
         ),
         ({"rules": [DENOISED, DENOISED]}, "each once"),
-        ({"rules": DENOISED}, "must be a list of names"),
-        ({"rules": 5}, "must be a list of names"),
+        ({"rules": DENOISED}, 'must be "all" or a list of names'),
+        ({"rules": 5}, 'must be "all" or a list of names'),
         ({"rules": [DRAFTS, CAUSAL]}, "must hold 'entropy_bound'"),
         ({"rules": [DENOISED, CAUSAL], "rule": DRAFTS}, "must hold 'linear_spec'"),
     ],
@@ -146,6 +146,12 @@ def test_rules_that_no_server_can_offer(settings: dict[str, Any], reason: str) -
     """A start names the setting and what it may hold."""
     with pytest.raises(ValueError, match=reason):
         configure(shipped_checkpoint(), additional_config={"diffusion": settings})
+
+
+def test_all_ways_of_a_model() -> None:
+    """``rules`` may be all ways that the model has, of which its own is first."""
+    config = vllm_config(additional_config={"diffusion": {"rules": "all"}})
+    assert config.model_config.diffusion.spec.ways == (DENOISED, DRAFTS, CAUSAL)
 
 
 def test_way_to_other_processes() -> None:

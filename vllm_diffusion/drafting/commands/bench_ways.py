@@ -13,22 +13,23 @@ from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.cli import values
 from vllm_diffusion.drafting.commands.bench_drafts import VLLM_OPTIONS, add_run_options, compare
 from vllm_diffusion.drafting.commands.draft_runs import Contender, Result
-from vllm_diffusion.drafting.commands.draft_table import DIFFUSION
+from vllm_diffusion.drafting.commands.draft_table import DIFFUSION, MIXED
 from vllm_diffusion.drafting.commands.prompt_sets import TINY_TASKS, add_prompts, given_prompts
 
 if TYPE_CHECKING:
     from vllm_diffusion.cli.checkpoint import Subcommands
 
 # In the order of the tables: the others are compared with the first.
-WAYS = ("autoregressive", "linear_spec", DIFFUSION)
+_EXACT = ("autoregressive", "linear_spec")
+WAYS = (*_EXACT, DIFFUSION, MIXED)
 
 
 def add_parser(subcommands: Subcommands) -> None:
     parser = subcommands.add_parser(
         "bench-ways",
         help="measure a model as diffusion, token after token, and with its own drafts",
-        description="Serve a model by each of its rules, ask all servers the same, and compare tokens a second, "
-        "what verifications kept, and passes and rows a token. Exit status 1 if a server failed, or if "
+        description="Serve a model by each of its rules and by all, request by request; ask all servers the same, and "
+        "compare tokens a second, what verifications kept, and passes and rows a token. Exit status 1 if a server failed, or if "
         "answers differ that are promised to be the same.",
         epilog=VLLM_OPTIONS,
         allow_abbrev=False,
@@ -67,14 +68,15 @@ def way(value: str) -> Contender:
             "linear_spec,draft_length=8,draft_steps=2."
         )
     # A server without a rule has the model's own.
-    section: dict[str, Any] = {} if rule == DIFFUSION else {"rule": rule}
+    sections: dict[str, dict[str, Any]] = {DIFFUSION: {}, MIXED: {"rules": "all"}}
+    section = sections.get(rule, {"rule": rule})
     for name, _, text in pairs:
         try:
             section[name] = json.loads(text)
         except ValueError:
             section[name] = text
     options = ("--additional-config", json.dumps({"diffusion": section})) if section else ()
-    return Contender(value, options, rule=rule)
+    return Contender(value, options, rule, ("", *_EXACT) if rule == MIXED else ("",))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -92,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     differing: list[str] = []
 
     def conclude(results: Sequence[Result]) -> str:
-        exact = [each for each in results if each.contender.rule != DIFFUSION and not each.failure]
+        exact = [each for each in results if each.contender.rule in _EXACT and not each.failure]
         names = [each.contender.name for each in exact]
         if arguments.temperature or len(exact) < 2:
             return "No answers were compared: those of autoregressive and linear_spec at temperature 0 are."

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 
 import psutil
 
@@ -43,11 +44,13 @@ class Contender:
     Attributes:
         options: Options of ``vllm serve``, in addition to those of all.
         rule: By which a model of this package is served, where rules are compared; empty where drafts are.
+        by_turns: Ways that its requests choose, one after another and again; an empty one chooses none.
     """
 
     name: str
     options: tuple[str, ...] = ()
     rule: str = ""
+    by_turns: tuple[str, ...] = ("",)
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,9 @@ def _ask_all(running: Sequence[tuple[Result, Server]], plan: Plan) -> None:
                     if result.failure:
                         continue
                     try:
-                        answered = _ask(server, task, plan, concurrency, index)
+                        answered = _ask(
+                            server, task, plan, concurrency, index, result.contender.by_turns
+                        )
                     except (AnswerError, ServerError, ValueError) as error:
                         result.failure = f"{task}: {error}"
                         say(f"         {result.contender.name}: {result.failure}")
@@ -184,7 +189,14 @@ def _ask_all(running: Sequence[tuple[Result, Server]], plan: Plan) -> None:
                         result.rounds.append(answered)
 
 
-def _ask(server: Server, task: str, plan: Plan, concurrency: int, index: int) -> Round:
+def _ask(
+    server: Server,
+    task: str,
+    plan: Plan,
+    concurrency: int,
+    index: int,
+    by_turns: Sequence[str],
+) -> Round:
     client = openai_client(server.url, server.api_key)
     options = {
         "model": MODEL_NAME,
@@ -195,7 +207,12 @@ def _ask(server: Server, task: str, plan: Plan, concurrency: int, index: int) ->
     used = processor_seconds(server.processes())
     start = time.perf_counter()
     with ThreadPoolExecutor(concurrency) as pool:
-        answers = tuple(pool.map(lambda each: answer(client, each, options), plan.tasks[task]))
+        # The pool reads its arguments ahead: as many as there are prompts.
+        turns = islice(cycle(by_turns), len(plan.tasks[task]))
+        bodies = [{"vllm_xargs": {"diffusion_rule": way}} if way else {} for way in turns]
+        answers = tuple(
+            pool.map(lambda each, own: answer(client, each, options, own), plan.tasks[task], bodies)
+        )
     seconds = time.perf_counter() - start
     used = processor_seconds(server.processes()) - used
     expected = totals(before).get(ANSWERED, 0.0) + len(answers)

@@ -11,7 +11,7 @@ from vllm_diffusion.drafting.commands.draft_runs import Plan, Result, Round, ver
 
 _NOT_KNOWN = "-"
 # Rule of denoised canvases, as `bench-ways` calls a model's own; the others verify each token.
-DIFFUSION = "diffusion"
+DIFFUSION, MIXED = "diffusion", "mixed"
 
 
 def tables(results: Sequence[Result], plan: Plan) -> str:
@@ -78,8 +78,8 @@ def _speeds(concurrency: int, whole: Sequence[Result], baseline: Result, plan: P
 
 def _same_tokens(result: Result, baseline: Result, plan: Plan) -> bool | None:
     """Return whether greedy answers are the same; ``None`` where it is not promised: a canvas has another law."""
-    is_canvas = DIFFUSION in (result.contender.rule, baseline.contender.rule)
-    if plan.temperature or baseline.failure or is_canvas:
+    has_canvases = {DIFFUSION, MIXED} & {result.contender.rule, baseline.contender.rule}
+    if plan.temperature or baseline.failure or has_canvases:
         return None
     return result.answers_as(baseline)
 

@@ -141,18 +141,21 @@ def prompt_of(entry: Any, task: str) -> Prompt:
     return Prompt(task, text=text)
 
 
-def answer(client: OpenAI, prompt: Prompt, options: Mapping[str, Any]) -> tuple[int, ...]:
+def answer(
+    client: OpenAI, prompt: Prompt, options: Mapping[str, Any], extra_body: Mapping[str, Any] = {}
+) -> tuple[int, ...]:
     """Ask a prompt, and return the token ids of the answer.
 
     Args:
         client: Client of the server.
         prompt: Its text or messages.
         options: Options of the request, the model among them.
+        extra_body: Fields that the client does not know.
 
     Raises:
         AnswerError: If the server refuses a request or cannot be reached.
     """
-    options = {**options, "extra_body": {"return_token_ids": True}}
+    options = {**options, "extra_body": {"return_token_ids": True, **extra_body}}
     given: Any = prompt.messages if prompt.text is None else prompt.text
     given = list(given) if isinstance(given, tuple) else given
     try:

@@ -40,7 +40,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> Bench:
             behaviour = Path(spec.get("model", spec["method"])).name
         elif "--additional-config" in options:
             config = json.loads(options[options.index("--additional-config") + 1])
-            if config["diffusion"]["rule"] == "linear_spec":
+            if config["diffusion"].get("rule") == "linear_spec":
                 behaviour = "verifies-otherwise"
         return fake_server.command(behaviour)
 
@@ -100,6 +100,21 @@ def test_bench_ways(bench: Bench) -> None:
     status, out, _ = bench(*words, "--ways", "linear_spec")
     assert status == 0
     assert "No answers were compared" in out
+
+
+def test_requests_of_a_mixture(bench: Bench) -> None:
+    """The requests of a server of all ways choose each by turns, and what they answer is compared with nothing."""
+    prompts = [f'{{"prompt": [{n}]}}\n' for n in range(4)]
+    Path("four.jsonl").write_text("".join(prompts))
+    words = ("bench-ways", "model", "--data", "four.jsonl", "--requests", "1", *ONCE)
+    status, out, _ = bench(*words, "--ways", "mixed")
+    assert status == 0
+    assert re.search(r"^  mixed +[\d.]+ +1\.00 ", out, re.M), out
+    chosen = [
+        request.get("vllm_xargs", {}).get("diffusion_rule")
+        for request in fake_server.asked("plain")
+    ]
+    assert chosen == [None, "autoregressive", "linear_spec", None] * 2
 
 
 @pytest.mark.parametrize(("old", "new"), [("worse", "drafts"), ("drafts", "worse")])
