@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,11 @@ class Followed:
         return self._model(whole, torch.ones(len(whole), len(whole), dtype=torch.bool))[: len(ids)]
 
 
-def _llada(model: Any, prompt: list[int], num_tokens: int, seed: int) -> list[int]:
+def _llada(
+    model: Any, prompt: list[int], num_tokens: int, seed: int, family: str = "llada"
+) -> list[int]:
     wanted = Wanted(max_tokens=num_tokens, temperature=(seed % 2) * 0.7, seed=seed)
-    return expected(CASES["llada"], model, prompt, wanted).tokens
+    return expected(CASES[family], model, prompt, wanted).tokens
 
 
 def _dream(model: Any, prompt: list[int], num_tokens: int, seed: int) -> list[int]:
@@ -62,6 +65,11 @@ def _dream(model: Any, prompt: list[int], num_tokens: int, seed: int) -> list[in
 # A family's model, its loop, and what a request sets to have the loop's own settings.
 WHOLE: dict[str, tuple[Callable[[], TinyModel], Loop, dict[str, Any]]] = {
     "llada": (tiny.llada, _llada, Wanted().extra_args()),
+    "llada-moe": (
+        tiny.llada_moe,
+        partial(_llada, family="llada-moe"),
+        Wanted().extra_args(),
+    ),
     "dream": (tiny.dream, _dream, {"diffusion_max_steps": 12}),
 }
 ORDERS = [
@@ -85,8 +93,8 @@ def test_whole_sequences(tmp_path: Path, family: str, is_asynchronous: bool) -> 
     model = make()
     options = {"max_model_len": 192, "max_num_seqs": 8}
     sizes = [(1, 16), (9, 48), (33, 16), (60, 32), (20, 32)]
-    if family == "llada":
-        options |= CASES["llada"].options
+    if family in CASES:
+        options |= CASES[family].options
     else:
         # Its loop has no blocks.
         sizes[2:4] = [(33, 7), (60, 3)]
@@ -99,11 +107,22 @@ def test_whole_sequences(tmp_path: Path, family: str, is_asynchronous: bool) -> 
             ids = encode(suffix, add_special_tokens=False) if suffix else []
             prompts.append(prompt_of(length, seed=length))
             asked.append(
-                params(num_tokens, suffix, temperature=(i % 2) * 0.7, seed=i, extra_args=settings)
+                params(
+                    num_tokens,
+                    suffix,
+                    temperature=(i % 2) * 0.7,
+                    seed=i,
+                    logprobs=i % 3,
+                    extra_args=settings,
+                )
             )
             wanted.append(loop(Followed(model, ids), prompts[-1], num_tokens, i))
         outputs = engine.outputs(prompts, asked)
     assert [list(output.outputs[0].token_ids) for output in outputs] == wanted
+    # Of the answer's tokens, and of none that follow it.
+    reported = [output.outputs[0].logprobs for output in outputs]
+    assert [[next(iter(each)) for each in rows] for rows in reported] == wanted
+    assert all(row.logprob <= 0 for rows in reported for each in rows for row in each.values())
     free = loop(model, prompts[1], sizes[1][1], 1)
     assert free != wanted[1], "what follows changes nothing"
 
