@@ -122,7 +122,7 @@ def _checkpoints_of(family: CheckpointFamily) -> str:
     command = family.command(family.checkpoint[0])
     return (
         f"### {family.name}\n\n```sh\n{command}\n```\n\n{_table(head, rows)}\n"
-        f"Checked: {family.checked}.\nOpen: {family.open}.\n"
+        f"- Checked: {family.checked}.\n- Open: {family.open}.\n"
     )
 
 

@@ -78,6 +78,13 @@ def test_settings_are_documented() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_labelled_lines_stay_apart(page: Path) -> None:
+    """No line of a paragraph begins with a label as the line before does: rendered, both are one line."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert re.findall(r"^[A-Z]\w*: .*\n[A-Z]\w*: .*", text, flags=re.MULTILINE) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_named_files(page: Path) -> None:
     """Every file that a page names is there; links are Sphinx's to follow."""
     text = page.read_text(encoding="utf-8")
