@@ -60,8 +60,9 @@ class Setting:
     @property
     def values(self) -> str:
         """Allowed values in a few words, for the documentation."""
-        noun = "integer" if self.kind is int else "number"
-        return f"{noun}, {self.low:.7g} to {self.high:.7g}"
+        if self.kind is int:
+            return f"integer, {self.low:,} to {self.high:,}"
+        return f"number, {self.low:.7g} to {self.high:.7g}"
 
     @property
     def bounds(self) -> dict[str, Any]:
