@@ -45,6 +45,8 @@ class Served:
         body = json.loads(request.content)
         self.requests.append(body)
         own = body.get("vllm_xargs", {})
+        if self.behaviour == "has no choices" and own:
+            return httpx.Response(400, json={"error": {"message": "It is not known."}})
         if self.behaviour == "refuses" or own.get("diffusion_preset", "fast") != "fast":
             error = {"message": "diffusion_preset must be one of fast"}
             return httpx.Response(400, json={"error": error})
@@ -98,6 +100,14 @@ def test_plain(served: Served, talk: Talk) -> None:
     assert "vllm_xargs" not in first
     assert [message["role"] for message in second["messages"]] == ["user", "assistant", "user"]
     assert second["messages"][1]["content"] == SHOWN
+
+
+def test_help_of_a_server_without_choices(served: Served, talk: Talk) -> None:
+    """The help says that a server has neither presets nor ways, where its model has none."""
+    served.behaviour = "has no choices"
+    _, err = talk("/help\n")
+    assert "quality or speed: not on this server\n" in err
+    assert "how tokens are made: not on this server\n" in err
 
 
 def test_settings(served: Served, talk: Talk) -> None:

@@ -83,6 +83,7 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
         "attention.backend.CanvasAttentionBackend",
     ):
         assert f"vllm_diffusion.{name}" in said
+    assert "every plugin but endpoints is loaded" in said
     assert "This machine can serve" in said
 
     from vllm.model_executor.models import ModelRegistry

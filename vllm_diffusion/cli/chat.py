@@ -221,9 +221,8 @@ class Conversation:
         value = value.strip()
         if name == "help":
             presets, ways = (", ".join(self._choices(each)) for each in ("preset", "way"))
-            return _HELP.format(
-                presets=presets and f": {presets}", ways=ways or "not on this server"
-            )
+            none = "not on this server"
+            return _HELP.format(presets=presets or none, ways=ways or none)
         if name == "reset":
             self.messages.clear()
             self.images.clear()
@@ -304,7 +303,7 @@ _COMMANDS = tuple(f"/{name}" for name in ("help", "image", "reset", "quit", *_RE
 _HELP = """\
 /system TEXT        stands before the conversation
 /way NAME           how tokens are made: {ways}
-/preset NAME        the model's settings for quality or speed{presets}
+/preset NAME        the model's settings for quality or speed: {presets}
 /steps N            at most N denoising steps a canvas
 /temperature X      of the draws; 0 takes the likeliest tokens
 /seed N             the same draws every time

@@ -248,7 +248,7 @@ def environment_facts(environ: Mapping[str, str] = os.environ) -> Iterator[Fact]
         severity = WARNING if missing == ["vllm_diffusion_metrics"] else PROBLEM
         yield Fact("VLLM_PLUGINS", f"{plugins!r} leaves out {lost}", remedy, severity)
     else:
-        yield Fact("VLLM_PLUGINS", plugins or "not set: vLLM loads every plugin")
+        yield Fact("VLLM_PLUGINS", plugins or "not set: every plugin but endpoints is loaded")
     target = environ.get("VLLM_TARGET_DEVICE") or "not set"
     if target == "cpu" and not detection.is_vllm_cpu_build():
         lost = "cpu: vLLM then asks no platform plugin, so ours cannot serve"
