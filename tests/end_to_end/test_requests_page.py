@@ -84,15 +84,16 @@ def test_live_canvas_block_runs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_python_page_blocks_run_one_after_another() -> None:
-    """Frames, a step map, metrics, a decision and both refusals are printed as the page on Python says."""
+    """Frames, a step map, metrics, a record, a decision and both refusals are printed as the page on Python says."""
     program = [block for block in blocks("python", "python.md") if "asyncio" not in block]
-    start, frames, metrics, decision, refused = run(
+    start, frames, metrics, record, decision, refused = run(
         [sys.executable, "-c", "\nprint('---')\n".join(program)]
     ).split("---\n")
     assert re.search(r"^step 1 of at most \d+: '.*'$", frames, re.MULTILINE)
     assert re.search(r"^decided in steps \(\d.*\)$", frames, re.MULTILINE)
     assert frames.endswith("answer: 'pmal'\n")
     assert re.search(r"^15 \[\d.*\]\n\d+ \(\d+,\)$", metrics, re.MULTILINE)
+    assert record == "{'name': 'bob', 'age': 31}\n"
     likely = dict(re.findall(r"^(\d) ([01]\.\d+)$", decision, re.MULTILINE))
     assert float(likely["7"]) + float(likely["9"]) == pytest.approx(1, abs=0.002)
     assert likely["7"] > likely["9"]
