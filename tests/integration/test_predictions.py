@@ -13,7 +13,7 @@ from vllm.exceptions import VLLMValidationError
 from tests.support.checkpoints import SHIPPED
 from tests.support.engine import TracedEngine
 from tests.support.families import makers as tiny
-from tests.support.families.llada2_model import llada2
+from tests.support.families.llada2_model import llada2, llada2_2
 from tests.support.families.model import MASK_ID, prompt_of
 from vllm_diffusion.canvas.predictions import FollowedText, expected
 from vllm_diffusion.metrics import request_metrics
@@ -144,15 +144,18 @@ def test_preempted(is_asynchronous: bool) -> None:
 
 
 @pytest.mark.parametrize("is_asynchronous", ORDERS)
-def test_a_rule_that_edits(tmp_path: Path, is_asynchronous: bool) -> None:
-    """A block of LLaDA2.1 begins after the prompt's tokens in it with the text, and later ones go on there."""
-    model = llada2()
-    rule = {"diffusion": {"rule": "reveal_and_edit"}}
+@pytest.mark.parametrize(
+    ("make", "rule"), [(llada2, {"rule": "reveal_and_edit"}), (llada2_2, {})], ids=["2.1", "2.2"]
+)
+def test_a_rule_that_edits(
+    tmp_path: Path, make: Any, rule: dict[str, str], is_asynchronous: bool
+) -> None:
+    """A block of LLaDA2.1 or 2.2 begins after the prompt's tokens in it with the text, and later ones go on there."""
     with TracedEngine(
-        model.save(tmp_path),
+        make().save(tmp_path),
         async_scheduling=is_asynchronous,
         max_model_len=256,
-        additional_config=rule,
+        additional_config={"diffusion": rule},
     ) as engine:
         prompt = prompt_of(37, seed=1)
         length = engine.state.canvas_length

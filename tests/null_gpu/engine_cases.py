@@ -56,6 +56,12 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 
+# Of requests that choose their way, where the server has several.
+WAYS: dict[str, dict[str, Any]] = {
+    "drafted": {"extra_args": {"diffusion_rule": "linear_spec"}},
+    "causal": {"extra_args": {"diffusion_rule": "autoregressive"}},
+}
+
 
 def start(model: str, **options: Any) -> Any:
     """Start an engine with the defaults of ``vllm serve``, but for short sequences and a small share of the memory.
@@ -183,6 +189,8 @@ def decide_outcomes() -> None:
             emits = passes[request_id] % PASSES_A_CANVAS == 0
             emits = emits and not request_id.startswith(UNDECIDED)
             self.num_sampled_tokens_np[row] = self.sampled_token_ids.shape[1] if emits else 0
+            if request_id.startswith("causal"):
+                self.num_sampled_tokens_np[row] = 1
         self.sampled_token_ids[:] = 0
         return stock(self)
 
@@ -242,7 +250,7 @@ def params_of(kind: str, **changes: Any) -> Any:
     from vllm.sampling_params import StructuredOutputsParams
 
     asked: dict[str, Any] = {"max_tokens": 20, "temperature": 0.0, "ignore_eos": True}
-    asked |= {"detokenize": False} | KINDS[kind] | changes
+    asked |= {"detokenize": False} | (KINDS | WAYS)[kind] | changes
     if "structured_outputs" in asked:
         asked["structured_outputs"] = StructuredOutputsParams(**asked["structured_outputs"])
         asked |= {"ignore_eos": False, "detokenize": True}
@@ -284,17 +292,26 @@ def passes_of(llm: Any, kind: str, adapter: str | None = None) -> dict[str, Any]
 
 
 def steady_pass(llm: Any, kind: str) -> dict[str, int]:
-    """What one pass of three requests asks of the driver, once everything has been compiled and allocated."""
+    """What one pass of three requests asks of the driver, once everything has been compiled and allocated.
+
+    Args:
+        llm: The engine.
+        kind: Of the requests; ``mixed`` for one that is denoised and one of each other way.
+    """
     if "read" in kind:
         return pass_of_reads(llm, kind)
     engine = llm.llm_engine
     # Drafts that keep nothing for some passes end their requests.
-    kept = "verified" if verifies(llm) else "steady"
-    ids = [f"{kept} {kind} {i}" for i in range(3)]
+    kept = {"drafted": "verified", "causal": "causal"}
+    kinds = ["plain", *WAYS] if kind == "mixed" else [kind] * 3
+    ids = [
+        f"{kept.get(each, 'verified' if verifies(llm) else 'steady')} {each} {i}"
+        for i, each in enumerate(kinds)
+    ]
     # Whole sequences of three requests within the sizes that are captured.
     max_tokens = 100 if holds_sequences(llm) else 300
-    for request_id in ids:
-        params = params_of(kind, max_tokens=max_tokens)
+    for request_id, each in zip(ids, kinds, strict=True):
+        params = params_of(each, max_tokens=max_tokens)
         engine.add_request(request_id, {"prompt_token_ids": PROMPT}, params)
     for _ in range(6):
         engine.step()

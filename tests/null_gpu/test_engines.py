@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.null_gpu import pass_kernels
-from tests.null_gpu.engine_cases import KINDS
+from tests.null_gpu.engine_cases import KINDS, WAYS
 from tests.support import baselines
 from tests.support.checkpoints import SHIPPED
 from tests.support.families.cases import CASES, checkpoint_of
@@ -136,6 +136,33 @@ def test_the_other_ways(null_gpu):
     assert_every_row(found["every_row"], 1)
     assert found["chosen"]["attention"] == ["CanvasAttentionImpl"]
     baselines.check("a steady pass on the null GPU, shipped checkpoint in other ways", counts)
+
+
+@pytest.mark.slow
+def test_a_way_for_each_request(null_gpu):
+    """Requests of three ways in one pass, and of each alone; what a denoised one costs there and where it is the only way.
+
+    A pass of whole canvases is one graph of the layers, whatever its ways; one of single tokens has fewer rows.
+    """
+    ways = ["entropy_bound", "linear_spec", "autoregressive"]
+    counts = {}
+    for settings, steady in (
+        ({}, ["plain"]),
+        ({"rules": ways}, ["plain", "drafted", "causal", "mixed"]),
+    ):
+        outcome = null_gpu.run(
+            SERVE,
+            model=str(SHIPPED),
+            options=TINY | {"additional_config": {"diffusion": settings}},
+            kinds=["plain", *WAYS] if settings else ["plain"],
+            steady=steady,
+            seconds=600,
+        )
+        found = outcome.checked()
+        assert found["chosen"]["graphs"] == "FULL_AND_PIECEWISE"
+        named = "" if settings else "the only way: "
+        counts |= {named + kind: found["steady"][kind] for kind in steady}
+    baselines.check("a steady pass on the null GPU, a way for each request", counts)
 
 
 @pytest.mark.slow
