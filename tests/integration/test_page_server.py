@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from PIL import Image
 from playwright.sync_api import Page, expect
 
 from tests.support.checkpoints import SHIPPED
 from tests.support.page_browser import MARKS, ask, cells, connect, counter
+from vllm_diffusion.cli.client import read_metrics, totals
 from vllm_diffusion.cli.server import Server
 
 # A server of its own, before which the page does what it does before a stub (``test_page.py``).
@@ -20,7 +23,8 @@ pytestmark = [*MARKS, pytest.mark.slow]
 SERVE = (
     *(str(SHIPPED), "--port", "{port}", "--served-model-name", "tiny", "--enforce-eager"),
     *("--max-model-len", "512", "--max-num-seqs", "2", "--kv-cache-memory-bytes", "67108864"),
-    *("--limit-mm-per-prompt", '{"image": 0, "video": 0, "audio": 0}'),
+    *("--limit-mm-per-prompt", '{"image": 1, "video": 0, "audio": 0}'),
+    *("--additional-config", '{"diffusion": {"rules": "all"}}'),
 )
 
 
@@ -118,3 +122,43 @@ def test_watch_and_replay(server: Server, new_page: Callable[..., Page]) -> None
     expect(theirs.locator(".state")).to_have_text("Done")
     expect(theirs.get_by_role("log").locator(".said").last).to_have_text(answer)
     assert cells(theirs, ".map") == cells(page, ".map")
+
+
+def test_ways_system_prompt_and_picture(
+    server: Server, new_page: Callable[..., Page], tmp_path: Path
+) -> None:
+    """Each way answers the same sum, the server counts it under that way, and a picture arrives with its message."""
+    page = new_page(f"{server.url}/diffusion/")
+    connect(page, server.api_key)
+    way = page.get_by_role("combobox", name="Way to decode")
+    said = page.get_by_role("log").locator(".said")
+    for name in ("linear_spec", "autoregressive", "entropy_bound"):
+        way.select_option(name)
+        before = emitted(server, name)
+        ask(page, "What is 7+8?")
+        expect(said.last).to_have_text("15")
+        assert emitted(server, name) > before
+        page.get_by_role("button", name="New chat").click()
+    counted = prompt_tokens(server)
+    ask(page, "What is 7+8?")
+    alone = prompt_tokens(server) - counted
+    page.get_by_role("button", name="New chat").click()
+    picture = tmp_path / "red.png"
+    Image.new("RGB", (64, 64), "red").save(picture)
+    page.get_by_label("System prompt").fill("Be brief.")
+    page.get_by_label("Picture", exact=True).set_input_files(picture)
+    counted = prompt_tokens(server)
+    ask(page, "What is 7+8?")
+    assert prompt_tokens(server) - counted > alone + 16
+    expect(page.get_by_role("alert")).to_have_text("")
+
+
+def emitted(server: Server, way: str) -> float:
+    """Tokens that the server emitted by a way."""
+    samples = read_metrics(server.url)
+    name = "vllm_diffusion:emitted_tokens_total"
+    return sum(each.value for each in samples if each.name == name and each.labels["way"] == way)
+
+
+def prompt_tokens(server: Server) -> float:
+    return totals(read_metrics(server.url))["vllm:prompt_tokens_total"]
