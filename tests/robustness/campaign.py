@@ -107,12 +107,16 @@ class Tally:
         return "\n".join(lines)
 
 
-def describe(server: Server, *, images: bool, ways: Sequence[str] = ()) -> Served:
+def describe(
+    server: Server, *, images: bool, ways: Sequence[str] = (), has_priorities: bool = False
+) -> Served:
     """What a server can be asked for."""
     openapi = httpx.get(f"{server.url}/openapi.json", timeout=60).json()
     (model,) = httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]
     length = model["max_model_len"]
-    return Served(server.canvas_length, server.vocab_size, length, images, openapi, ways)
+    return Served(
+        server.canvas_length, server.vocab_size, length, images, openapi, ways, has_priorities
+    )
 
 
 def send_all(server: Server, requests: Sequence[Request]) -> list[Outcome]:
@@ -250,8 +254,9 @@ def keep(own: OwnServer, failures: Sequence[Failure], folder: Path) -> None:
 
 
 def options_of(order: str, num_ranks: int, ways: Sequence[str] = ()) -> list[str]:
-    """Of ``vllm serve``: images, and a KV cache that one request of the longest kind fills."""
-    options = [*PARSERS, "--limit-mm-per-prompt", '{"image": 1, "video": 0, "audio": 0}']
+    """Of ``vllm serve``: images, priorities, and a KV cache that one request of the longest kind fills."""
+    options = [*PARSERS, "--scheduling-policy", "priority"]
+    options += ["--limit-mm-per-prompt", '{"image": 1, "video": 0, "audio": 0}']
     options += ["--max-model-len", "512", "--kv-cache-memory-bytes", str(5 * 1024**2 // 4)]
     options += ["--async-scheduling" if order == "async" else "--no-async-scheduling"]
     if ways:
@@ -269,7 +274,7 @@ def campaign(
 ) -> Tally:
     """Rounds of requests until there were ``num_requests``, or the clock says ``until``."""
     tally = Tally()
-    served = describe(own.start(), images=True, ways=ways)
+    served = describe(own.start(), images=True, ways=ways, has_priorities=True)
     preempted = 0.0
     for first in range(0, num_requests, ROUND):
         if time.monotonic() > until:

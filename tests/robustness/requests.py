@@ -42,6 +42,7 @@ class Served:
         images: Whether it takes any.
         openapi: Its description of itself.
         ways: Rules that requests choose from; none where they have no choice.
+        has_priorities: Requests of lower ``priority`` go first, and may have others preempted.
     """
 
     canvas_length: int
@@ -50,6 +51,7 @@ class Served:
     images: bool
     openapi: dict[str, Any]
     ways: Sequence[str] = ()
+    has_priorities: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,10 @@ def draw_request(served: Served, seed: int, number: int) -> Request:
     rng = random.Random(f"{seed}/{number}")
     kind = rng.choice(KINDS)
     path, body = {"valid": valid, "edge": edge, "hostile": hostile}[kind](served, rng)
-    return Request(kind, path, body, rng.choice([None] * 9 + [rng.choice([0.02, 0.2, 1.0])]))
+    leaves_after = rng.choice([None] * 9 + [rng.choice([0.02, 0.2, 1.0])])
+    if served.has_priorities and kind == "valid" and path in (CHAT, COMPLETIONS):
+        body = {**body, "priority": rng.randint(-1, 1)}
+    return Request(kind, path, body, leaves_after)
 
 
 def some_of(fields: Fields, most: int, rng: random.Random) -> dict[str, Any]:
