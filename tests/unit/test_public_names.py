@@ -11,10 +11,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = [f"vllm_diffusion.{name}" for name in ("checkpoints", "live", "metrics")]
-# Not those of examples/checkpoints, which make the shipped checkpoints, and of examples/rl.
+# Not those of examples/checkpoints, which make the shipped checkpoints.
 EXAMPLES = sorted(
     path
-    for folder in (".", "adapters", "clients", "drafting", "quantization")
+    for folder in (".", "adapters", "clients", "drafting", "quantization", "rl")
     for path in (ROOT / "examples" / folder).glob("*.py")
 )
 
