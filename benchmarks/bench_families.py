@@ -77,9 +77,10 @@ class CachedModel:
         )
         logits = self._model.body(
             ids[None, start:],
-            attention_mask=bias[None, None],
-            position_ids=torch.arange(start, length)[None],
-            past_key_values=self._cache,
+            bias[None, None],
+            torch.arange(start, length)[None],
+            # By its place: its name is another since transformers 5.24.
+            self._cache,
             use_cache=True,
         ).logits[0]
         self._known = tokens[:num_final]

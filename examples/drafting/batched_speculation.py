@@ -124,7 +124,8 @@ def per_sequence(
         start = caches[name].get_seq_length()
         longest = max(map(len, sequences))
         ids = torch.tensor([s[start:] + [0] * (longest - len(s)) for s in sequences])
-        logits = models[name](ids, past_key_values=caches[name], use_cache=True).logits
+        # The cache by its place: its name is another since transformers 5.24.
+        logits = models[name](ids, None, None, caches[name], use_cache=True).logits
         # Right of a row's own end stands padding, which causal rows never see. It is read again.
         _cut(caches[name], min(map(len, sequences)))
         return [row[: len(s) - start] for row, s in zip(logits, sequences, strict=True)]
@@ -230,10 +231,10 @@ def synchronised(
         start = caches[name].get_seq_length()
         return models[name](
             ids[:, start:stop],
-            attention_mask=mask[:, :stop],
+            mask[:, :stop],
             # The cache goes by index, gaps and all; rotary positions go by what is not masked.
-            position_ids=positions_of(mask[:, :stop])[:, start:],
-            past_key_values=caches[name],
+            positions_of(mask[:, :stop])[:, start:],
+            caches[name],
             use_cache=True,
         ).logits
 

@@ -218,7 +218,8 @@ def spec_generate(
     context = Context(draft)
 
     def read(ids: Tensor) -> tuple[Tensor, Tensor]:
-        out = target(ids, past_key_values=cache, use_cache=True, output_hidden_states=True)
+        # The cache by its place: its name is another since transformers 5.24.
+        out = target(ids, None, None, cache, use_cache=True, output_hidden_states=True)
         return (
             probabilities(out.logits[0], temperature),
             context_rows(out.hidden_states, draft.target_layer_ids)[0],

@@ -44,7 +44,7 @@ CHATS = ("What is 7+8?", "Make a JSON record: name bob, age 31.", "Thank you!", 
 
 def two_scalars(folder: Path) -> Path:
     """A random checkpoint whose encoder and decoder scale each layer differently."""
-    random_checkpoint(folder, gain=1.0, embed=1.0)
+    random_checkpoint(folder, seed=2, gain=1.0, embed=1.0)
     path = folder / "model.safetensors"
     tensors = load_file(path)
     generator = torch.Generator().manual_seed(3)
