@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from pydoc import locate
 
 from pygments.lexers.special import TextLexer
 from sphinx.application import Sphinx
@@ -49,6 +50,22 @@ def add_navigation(app: Sphinx, page: str, source: list[str]) -> None:
         source[0] += navigation()
 
 
+def add_docstrings(app: Sphinx, page: str, source: list[str]) -> None:
+    """Replace each name of the reference of ``docs/use/python.md``, a list in Markdown, by its docstring."""
+    if page == "docs/use/python":
+        source[0] = re.sub(
+            r"^- `(vllm_diffusion\.\S+)`$", _directive, source[0], flags=re.MULTILINE
+        )
+
+
+def _directive(name: re.Match[str]) -> str:
+    found = locate(name[1])
+    kind = "function"
+    if isinstance(found, type):
+        kind = "exception" if issubclass(found, BaseException) else "class"
+    return f"```{{eval-rst}}\n.. auto{kind}:: {name[1]}\n```"
+
+
 def open_with_readme(app: Sphinx, error: Exception | None) -> None:
     """Let the first page be the one that a browser opens for the folder."""
     if error is None:
@@ -59,4 +76,5 @@ def setup(app: Sphinx) -> None:
     """Register what Sphinx does not know: two steps, and blocks that a test of the package reads."""
     app.add_lexer("floors", TextLexer)
     app.connect("source-read", add_navigation)
+    app.connect("source-read", add_docstrings)
     app.connect("build-finished", open_with_readme)

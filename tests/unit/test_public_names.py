@@ -31,7 +31,7 @@ def public() -> set[str]:
 def test_reference_lists_what_is_public(public: set[str]) -> None:
     """The reference of the page on Python has each public name once, and no other."""
     page = (ROOT / "docs/use/python.md").read_text(encoding="utf-8")
-    listed = re.findall(r"^\.\. auto\w+:: (\S+)$", page, re.MULTILINE)
+    listed = re.findall(r"^- `(\S+)`$", page, re.MULTILINE)
     assert sorted(listed) == sorted(public)
 
 
