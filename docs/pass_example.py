@@ -177,12 +177,12 @@ def by_request() -> Iterator[Sequence[str]]:
     done = example()
     yield [
         "request",
-        "`requests.slots`",
+        "`slots`",
         "tokens computed before",
         "prompt rows",
         "canvas rows",
         "`query_start_loc`",
-        "`requests.starts`",
+        "`starts`",
         "`num_causal`",
     ]
     columns = (

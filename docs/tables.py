@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import textwrap
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -52,17 +53,14 @@ PLAIN = "temperature 1, no filters"
 
 def replaced() -> str:
     """List the methods of vLLM that are replaced, each with its reason and with what would end it."""
-    rows = [
-        [
-            f"`{symbol.path}`",
-            ", ".join(f"`{file}`" for file in symbol.files),
-            symbol.reason,
-            symbol.until,
-        ]
+    # Names of vLLM's are too long for a column beside sentences. A backslash ends a line.
+    return "".join(
+        f"- `{symbol.path}`, in {_code(symbol.files)}\\\n"
+        f"  {symbol.reason}\\\n"
+        f"  *Until:* {symbol.until}\n"
         for symbol in read_symbols()
         if symbol.use == "replaced"
-    ]
-    return _table(["replaced", "in", "why", "what of vLLM would end it"], rows)
+    )
 
 
 def symbols() -> str:
@@ -119,11 +117,18 @@ def _checkpoints_of(family: CheckpointFamily) -> str:
         for checkpoint in family.checkpoint
     ]
     head = ["checkpoint", "parameters", "format, files", "GPU memory", "licence", "id read in"]
-    command = family.command(family.checkpoint[0])
+    command = _wrapped(family.command(family.checkpoint[0]))
     return (
         f"### {family.name}\n\n```sh\n{command}\n```\n\n{_table(head, rows)}\n"
         f"- Checked: {family.checked}.\n- Open: {family.open}.\n"
     )
+
+
+def _wrapped(command: str) -> str:
+    """Break a command between its options into lines that a page shows whole."""
+    options = re.sub(r" (?!--)", "\0", command)
+    lines = textwrap.wrap(options, 96, subsequent_indent="    ", break_on_hyphens=False)
+    return " \\\n".join(lines).replace("\0", " ")
 
 
 def families() -> str:
@@ -158,11 +163,11 @@ def _settings(rule: DecodingRule) -> str:
 
 
 def published() -> str:
-    """List what a request without settings gets, and what each publisher runs."""
-    rows = []
+    """List what a request without settings gets, and what each publisher runs, by family."""
+    rows: dict[str, list[list[str]]] = {}
+    sources: dict[str, list[str]] = {}
     entries = {family.architecture: imported(family.engine_config) for family in FAMILIES}
     runs = published_runs()
-    done = set()
     for run in runs:
         rule = run.rule or next(iter(entries[_architecture(run.family)].rules))
         # DiffusionGemma's loop has no settings of its own but those of the file.
@@ -173,18 +178,22 @@ def published() -> str:
         given = [r.sampling for r in runs if r.family == run.family and r.kind == "checkpoint"]
         served = given[0] if given else None
         title = f"{run.family}, `{rule}`" if run.rule else run.family
-        if title not in done:
-            done.add(title)
+        if title not in rows:
             own = "as its `generation_config.json`, which was not found"
             sampling = own if served is None else _values(served) or PLAIN
-            rows.append([title, "**served**", sampling, _values(settings), "", ""])
-        kind = "`generation_config.json`" if run.kind == "checkpoint" else run.kind
+            rows[title] = [["**served**", sampling, _values(settings), ""]]
+            sources[title] = []
+        kind = "file" if run.kind == "checkpoint" else run.kind
         of_run = {**run.settings, **({"block": run.block_length} if run.block_length else {})}
         request = "" if run.kind == "checkpoint" else _request(run, served, settings)
         sampling = _values(run.sampling) or PLAIN
-        rows.append([title, kind, sampling, _values(of_run), request, run.source])
-    head = ["family", "what", "sampling", "settings", "a request that gets it", "source"]
-    return _table(head, rows)
+        rows[title].append([kind, sampling, _values(of_run), request])
+        sources[title].append(f"- {kind.capitalize()}: {run.source}.")
+    head = ["what", "sampling", "settings", "a request that gets it"]
+    return "\n".join(
+        f"**{title}**\n\n{_table(head, of_title)}\n" + "\n".join(sources[title]) + "\n"
+        for title, of_title in rows.items()
+    )
 
 
 def _architecture(family: str) -> str:
@@ -256,28 +265,41 @@ def _gib(size: int) -> str:
 
 
 def published_shape() -> str:
-    """List what the 26B shape chose, took and asked of the driver on the null GPU, by capability and format."""
-    rows = []
+    """List what the 26B shape chose, asked of the driver and took on the null GPU, by capability and format."""
+    chosen, memory = [], []
     for match, found in _rehearsed(r"26B, ([\w-]+), (\d+\.\d)"):
         weights, capability = match.groups()
         if not found["starts"]:
-            rows.append([capability, weights, found["error"], *[""] * 12])
+            chosen.append([capability, weights, found["error"], *[""] * 5])
             continue
         sizes, asked = found["bytes"], found["steady"]["plain"]
-        rows.append(
+        counted = ("graphs", "kernels_in_graphs", "kernels")
+        chosen.append(
             [
                 *(capability, weights, *_kernels(found["kernels"])),
-                *(_gib(sizes[part]) for part in ("weights", "largest pass", "graphs", "kv cache")),
-                *(f"{found['kv_cache_tokens']:,}", str(found["max_num_seqs"])),
-                *(str(asked[what]) for what in ("graphs", "kernels_in_graphs", "kernels")),
-                *(str(asked[what]) for what in ("copies", "waits_for_events")),
+                *(str(asked[what]) for what in counted),
+                f"{asked['copies']}, {asked['waits_for_events']}",
             ]
         )
-    rows.sort(key=lambda row: (float(row[0]), row[1]))
-    head = ["capability", "weights", "products", "experts"]
-    head += ["weights, GiB", "largest pass, GiB", "graphs, GiB", "KV cache, GiB"]
-    head += ["tokens in the KV cache", "requests"]
-    return _table([*head, "replays", "kernels in graphs", "other kernels", "copies", "waits"], rows)
+        memory.append(
+            [
+                *(capability, weights),
+                *(_gib(sizes[part]) for part in ("weights", "largest pass", "graphs", "kv cache")),
+                *(f"{found['kv_cache_tokens']:,}", str(found["max_num_seqs"])),
+            ]
+        )
+    for rows in (chosen, memory):
+        rows.sort(key=lambda row: (float(row[0]), row[1]))
+    asked_head = ["replays", "kernels in graphs", "other kernels", "copies, waits"]
+    sizes_head = ["weights, GiB", "largest pass, GiB", "graphs, GiB", "KV cache, GiB"]
+    return "\n".join(
+        [
+            _table(["capability", "weights", "products", "experts", *asked_head], chosen),
+            _table(
+                ["capability", "weights", *sizes_head, "tokens in the KV cache", "requests"], memory
+            ),
+        ]
+    )
 
 
 def _kernels(logged: Iterable[str]) -> tuple[str, str]:
@@ -285,7 +307,8 @@ def _kernels(logged: Iterable[str]) -> tuple[str, str]:
     text = "\n".join(logged)
     products = re.findall(r"^Selected (\w+) for|^Using (\w+) for NVFP4 GEMM", text, re.MULTILINE)
     experts = re.findall(r"^Using '?(\w+)'? \w+ MoE backend", text, re.MULTILINE)
-    return ", ".join(a or b for a, b in products) or "cuBLAS", ", ".join(experts)
+    names = [(a or b).removesuffix("LinearKernel") for a, b in products]
+    return ", ".join(names) or "cuBLAS", ", ".join(experts)
 
 
 def small_gpus() -> str:

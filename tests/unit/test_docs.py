@@ -85,6 +85,29 @@ def test_labelled_lines_stay_apart(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_are_shown_whole(page: Path) -> None:
+    """At a forge's width of 880 pixels no table and no line of code has to be scrolled to its end."""
+    blocks = re.split(
+        r"^```\w*\n(.*?)^```", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
+    code = [line for block in blocks[1::2] for line in block.splitlines()]
+    assert [line for line in code if len(line) > 100] == []
+    tables = [table for text in blocks[::2] for table in re.findall(r"(?:^\|.*\n)+", text, re.M)]
+    assert [table for table in tables if narrowest(table) > 100] == []
+
+
+def narrowest(table: str) -> int:
+    """Return the characters in which a table still fits: each column has its longest word, and 3 of margins."""
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", table).replace("`", "")
+    head, _, *rows = (re.split(r"(?<!\\)\|", line)[1:-1] for line in text.splitlines())
+    # A browser breaks a line at a space and after a hyphen.
+    return sum(
+        max(len(word) for cell in column for word in re.split(r" |(?<=-)", cell)) + 3
+        for column in zip(head, *rows, strict=True)
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_named_files(page: Path) -> None:
     """Every file that a page names is there; links are Sphinx's to follow."""
     text = page.read_text(encoding="utf-8")
