@@ -15,11 +15,11 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm_diffusion.canvas.cuda_graphs import Capture, GraphedFunction, compiled_by_rows
 from vllm_diffusion.canvas.slots import Phase
 from vllm_diffusion.families.diffusion_gemma.adapters import EncoderDecoderAdapters
-from vllm_diffusion.runner.model_state import BlockDiffusionModelState
+from vllm_diffusion.runner.embedded_state import EmbeddedModelState
 from vllm_diffusion.sampling.output_head import OutputHead
 
 
-class DiffusionGemmaModelState(BlockDiffusionModelState):
+class DiffusionGemmaModelState(EmbeddedModelState):
     """State of one engine that serves DiffusionGemma."""
 
     def __init__(
@@ -36,15 +36,10 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
         self.soft_embeds: Tensor = torch.zeros(
             self.max_num_reqs, self.canvas_length, hidden_size, dtype=self.dtype, device=device
         )
-        # A captured graph reads the embeddings at this address.
-        self._inputs_embeds = torch.zeros(
-            self.max_num_tokens, hidden_size, dtype=self.dtype, device=device
-        )
         self._embed_canvases = GraphedFunction(self._condition_canvases)
         self._compile(self.pass_rows.compile_backend)
         # Made with the model where --enable-lora asks for it.
         self._adapters: EncoderDecoderAdapters | None = getattr(model, "lora_manager", None)
-        self._mm_embeds: tuple[list[Tensor], Tensor] | None = None
         self._has_image_spans = (
             self.model_config.supports_multimodal_inputs
             and getattr(text_config, "use_bidirectional_attention", None) == "vision"
@@ -87,18 +82,6 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
         super().remove_request(req_id)
         self._image_spans.pop(req_id, None)
 
-    def prepare_inputs_embeds(
-        self,
-        scheduled_encoder_inputs: dict[str, list[int]],
-        input_batch: InputBatch,
-        req_states: RequestState,
-    ) -> Tensor | None:
-        if self.supports_mm_inputs:
-            self.execute_mm_encoder(scheduled_encoder_inputs)
-            embeds, is_mm_embed = self.gather_mm_embeddings(input_batch)
-            self._mm_embeds = (embeds, is_mm_embed) if embeds else None
-        return None
-
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         places, num_rows = self.pass_rows, input_batch.num_draft_tokens
         rows = places.index[:num_rows]
@@ -110,7 +93,8 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
             is_decoder_row.zero_()
         if num_rows < input_batch.num_tokens:
             self._fill_ids(input_batch, req_states)
-            self._embed_known_tokens(input_batch)
+            # Those of canvases come after.
+            self._embed_tokens(input_batch)
         if num_rows > 0:
             self._embed_canvases(rows)
         return {"inputs_embeds": self._inputs_embeds[: input_batch.num_tokens_after_padding]}
@@ -119,19 +103,6 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
         """Tell canvas rows of the decoder, [num_rows], bool, from those of finished canvases, which are the encoder's."""
         phase: Tensor = self.slots.phase[slot]
         return phase != int(Phase.COMMITTING)
-
-    def _embed_known_tokens(self, input_batch: InputBatch) -> None:
-        """Plain embeddings of all rows, images among them; those of canvases come after."""
-        input_ids = input_batch.input_ids[: input_batch.num_tokens]
-        if self._mm_embeds is None:
-            embeds = self.model.embed_input_ids(input_ids)
-        else:
-            mm_embeds, is_mm_embed = self._mm_embeds
-            self._mm_embeds = None
-            embeds = self.model.embed_input_ids(
-                input_ids, multimodal_embeddings=mm_embeds, is_multimodal=is_mm_embed
-            )
-        self._inputs_embeds[: input_batch.num_tokens] = embeds
 
     def _condition_canvases(self, rows: Tensor) -> None:
         """Write self-conditioned embeddings of canvas rows into the pass's embeddings.
@@ -183,9 +154,6 @@ class DiffusionGemmaModelState(BlockDiffusionModelState):
     def drop_graphs(self) -> None:
         super().drop_graphs()
         self._embed_canvases.drop()
-
-    def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
-        return {"inputs_embeds": self._inputs_embeds[:num_tokens]}
 
     def row_spans(self, input_batch: InputBatch, num_tokens: int) -> Tensor | None:
         """Return the image that each prompt row lies in, from positions known on the host."""
