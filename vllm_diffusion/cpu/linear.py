@@ -81,6 +81,7 @@ def register() -> None:
         rotary_embedding,
         "CPU",
     )
+    define("gelu_quick(Tensor! out, Tensor input) -> ()", gelu_quick, "CPU")
     # vLLM's worker binds memory to a NUMA node with it, which is not needed to be correct.
     define(
         "init_cpu_memory_env(int[] nodes) -> ()", lambda nodes: None, "CompositeExplicitAutograd"
@@ -120,6 +121,18 @@ def rms_norm(result: Tensor, input: Tensor, weight: Tensor | None, epsilon: floa
             weight = weight.view(len(weight), *[1] * (x.dim() - 2), -1)
         x = x.to(weight.dtype) * weight
     result.copy_(x)
+
+
+def gelu_quick(out: Tensor, input: Tensor) -> None:
+    """Write ``input`` times the sigmoid of 1.702 ``input``.
+
+    vLLM's layer takes the operator when it is made, and computes without it on a CPU.
+
+    Args:
+        out: Output, like ``input``.
+        input: Any shape.
+    """
+    out.copy_(input * torch.sigmoid(1.702 * input))
 
 
 def rotary_embedding(
