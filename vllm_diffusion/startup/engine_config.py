@@ -326,8 +326,9 @@ class BlockDiffusionEngineConfig:
         is_set = plan.given.max_num_batched_tokens
         choose_media(model_config, scheduler.max_num_batched_tokens, is_set)
         check_options(vllm_config)
-        # An image's rows attend to one another in both directions, so they must be in one pass.
-        scheduler.disable_chunked_mm_input = True
+        # Where an image's rows attend to one another in both directions, they must be in one pass. Elsewhere
+        # a pass ends with a block, not before an image.
+        scheduler.disable_chunked_mm_input = model_config.is_mm_prefix_lm
         scheduler.scheduler_cls = scheduler.scheduler_cls or SCHEDULER
         if scheduler.async_scheduling is None:
             scheduler.async_scheduling = choose_async_scheduling(
