@@ -61,6 +61,12 @@ FAMILIES = (
     _family("StableDiffcoderForCausalLM", "stable_diffcoder", "StableDiffcoderEngineConfig"),
     _family("DreamForCausalLM", "dream_reasoner", "DreamReasonerEngineConfig", "DreamConfig"),
     _family("A2DQwen3LMHeadModel", "a2d", "A2DEngineConfig", "A2DQwen3Config"),
+    _family(
+        "MinerUDiffusionForConditionalGeneration",
+        "mineru",
+        "MinerUEngineConfig",
+        "MinerUDiffusionConfig",
+    ),
     # Its ``model_type`` is that of ``DreamForCausalLM``, whose configuration class reads both.
     _family("DreamModel", "dream", "DreamEngineConfig"),
     _family("LLaDAModelLM", "llada", "LLaDAEngineConfig", "LLaDAConfig"),

@@ -15,6 +15,7 @@ from tests.support.families import (
     fast_dllm,
     llada,
     llada2,
+    mineru,
     nemotron,
     run,
     sdar,
@@ -24,6 +25,7 @@ from tests.support.families import makers as tiny
 from tests.support.families.llada2_model import DELETE_ID, SPLIT_ID
 from tests.support.families.llada2_model import llada2 as tiny_llada2
 from tests.support.families.llada2_model import llada2_2 as tiny_llada2_2
+from tests.support.families.mineru_model import mineru as tiny_mineru
 from tests.support.families.model import MASK_ID, TinyModel
 from tests.support.families.run import Run
 
@@ -302,6 +304,18 @@ def _bd3lm(asked: Asked) -> Run:
     )
 
 
+def _mineru(asked: Asked) -> Run:
+    wanted = asked.wanted
+    return mineru.generate(
+        **asked.filtered,
+        gen_length=wanted.max_tokens,
+        denoising_steps=wanted.steps or asked.block_length,
+        remasking_strategy=STRATEGIES[wanted.strategy],
+        confidence_threshold=wanted.threshold,
+        entropy_budget=0.1 if wanted.entropy_budget is None else wanted.entropy_budget,
+    )
+
+
 # A block's length is no part of these checkpoints; as many steps are the default.
 _IN_BLOCKS: dict[str, Any] = {
     "additional_config": {"diffusion": {"block_length": 16, "max_denoising_steps": 16}}
@@ -339,6 +353,7 @@ CASES: dict[str, Case] = {
         tiny.dream_reasoner, partial(_sdar, generate=dream_reasoner.generate), stepped=_ALL
     ),
     "a2d": Case(tiny.a2d, _bd3lm, ("dynamic", "static"), filters=(), stepped=("static",)),
+    "mineru": Case(tiny_mineru, _mineru, stepped=_ALL),
     "llada": _whole(tiny.llada, _llada),
     "llada-moe": _whole(tiny.llada_moe, _llada),
     "illada": _whole(tiny.illada, partial(_llada, is_growing=True)),

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tests.support.families.model import END_IDS, Maker, TinyModel
 
 
-def _transformers(name: str) -> Callable[[dict[str, Any]], nn.Module]:
+def transformers_body(name: str) -> Callable[[dict[str, Any]], nn.Module]:
     """Makes that class under its own configuration, which reads the published keys."""
 
     def body(config: dict[str, Any]) -> nn.Module:
@@ -66,7 +66,7 @@ def _encoder_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
 # SDAR and TraDo: Qwen3, with an RMSNorm over each head of queries and keys. The heads together are wider
 # than the hidden size, as in SDAR-4B.
 sdar = Maker(
-    _transformers("Qwen3"),
+    transformers_body("Qwen3"),
     4,
     {
         "architectures": ["SDARForCausalLM"],
@@ -89,7 +89,7 @@ sdar = Maker(
 # SDAR-MoE: Qwen3-MoE, softmax routing with normalised weights.
 sdar_moe = replace(
     sdar,
-    body=_transformers("Qwen3Moe"),
+    body=transformers_body("Qwen3Moe"),
     config=sdar.config
     | {
         "architectures": ["SDARMoeForCausalLM"],
@@ -112,7 +112,7 @@ sdar_moe = replace(
 # DreamReasoner: Qwen3 by Dream's name; its ``head_dim`` is null, and the heads divide the hidden size.
 dream_reasoner = replace(
     sdar,
-    body=lambda config: _transformers("Qwen3")(config | {"head_dim": 32}),
+    body=lambda config: transformers_body("Qwen3")(config | {"head_dim": 32}),
     block_length=32,
     config=sdar.config
     | {
@@ -143,7 +143,7 @@ a2d = replace(
 
 # Fast-dLLM v2: Qwen2.5, with biases on queries, keys and values; its heads divide the hidden size.
 fast_dllm = Maker(
-    _transformers("Qwen2"),
+    transformers_body("Qwen2"),
     32,
     {
         "architectures": ["Fast_dLLM_QwenForCausalLM"],
@@ -164,7 +164,7 @@ fast_dllm = Maker(
 
 # Stable-DiffCoder: Llama, no biases; its ``model_type`` is plain ``llama``.
 stable_diffcoder = Maker(
-    _transformers("Llama"),
+    transformers_body("Llama"),
     4,
     {
         "architectures": ["StableDiffcoderForCausalLM"],
@@ -231,7 +231,7 @@ class LLaDA(TinyModel):
 
 # iLLaDA: Llama, with one matrix for embedding and head.
 illada = Maker(
-    _transformers("Llama"),
+    transformers_body("Llama"),
     16,
     {
         "architectures": ["ILLaDAForCausalLM"],
@@ -250,7 +250,7 @@ illada = Maker(
 
 # Dream: Qwen2.5, with biases on queries, keys and values.
 dream = Maker(
-    _transformers("Qwen2"),
+    transformers_body("Qwen2"),
     32,
     {
         "architectures": ["DreamModel"],
@@ -269,7 +269,7 @@ dream = Maker(
 )
 
 llada = Maker(
-    _transformers("Llama"),
+    transformers_body("Llama"),
     16,
     {
         "architectures": ["LLaDAModelLM"],
@@ -309,7 +309,7 @@ class LLaDAMoE(TinyModel):
 
 
 llada_moe = Maker(
-    _transformers("Qwen3Moe"),
+    transformers_body("Qwen3Moe"),
     16,
     {
         "architectures": ["LLaDAMoEModelLM"],
@@ -403,7 +403,7 @@ class Nemotron(TinyModel):
 
 # Nemotron-Labs-Diffusion: its original length is 16, so that scaling acts on short prompts.
 nemotron = Maker(
-    _transformers("Ministral3"),
+    transformers_body("Ministral3"),
     32,
     {
         "architectures": ["NemotronLabsDiffusionModel"],

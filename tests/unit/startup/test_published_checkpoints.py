@@ -36,6 +36,7 @@ TINY = {
     "Fast_dLLM_QwenForCausalLM": "fast-dllm",
     "StableDiffcoderForCausalLM": "stable-diffcoder",
     "A2DQwen3LMHeadModel": "a2d",
+    "MinerUDiffusionForConditionalGeneration": "mineru",
 }
 
 

@@ -1,0 +1,107 @@
+"""MinerU-Diffusion: prompts with pictures, whose tokens are those of the reference loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engine import TracedEngine
+from tests.support.families import run
+from tests.support.families.cases import Wanted
+from tests.support.families.mineru import generate
+from tests.support.families.mineru_model import IMAGE_ID, MinerU, mineru, num_tokens, picture
+from tests.support.families.model import MASK_ID, prompt_of
+
+pytestmark = pytest.mark.engine
+
+Part = Sequence[int] | Any
+WANTED = Wanted(max_tokens=40)
+OPTIONS: dict[str, Any] = {"max_model_len": 512, "limit_mm_per_prompt": {"image": 4}}
+
+
+def request(parts: Sequence[Part], **more: Any) -> dict[str, Any]:
+    """A request of runs of token ids and pictures between them."""
+    pictures = [part for part in parts if not isinstance(part, list)]
+    ids = [token for part in parts for token in (part if isinstance(part, list) else [IMAGE_ID])]
+    return {"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}, **more}
+
+
+def expected(model: MinerU, parts: Sequence[Part]) -> tuple[list[int], list[int]]:
+    """The prompt as the model gets it, and the tokens of the loop."""
+    prompt: list[int] = []
+    for part in parts:
+        prompt += part if isinstance(part, list) else [IMAGE_ID] * num_tokens(part)
+    pictures = [part for part in parts if not isinstance(part, list)]
+    found = generate(
+        run.suppress(model.seeing(pictures), [MASK_ID]),
+        prompt,
+        mask_id=MASK_ID,
+        gen_length=WANTED.max_tokens,
+        temperature=0,
+        confidence_threshold=WANTED.threshold,
+    )
+    return prompt, found.tokens
+
+
+def text(length: int, seed: int) -> list[int]:
+    return prompt_of(length, seed=seed)
+
+
+# Pictures of 15, 4, 70, 24 and 104 tokens.
+PROMPTS: list[list[Part]] = [
+    [text(9, 1), picture(40, 24, 1), text(12, 2)],
+    [picture(40, 24, 1), text(1, 3)],
+    [text(3, 4), picture(8, 8, 2), picture(80, 56, 3), text(40, 5), picture(24, 64, 4), text(7, 6)],
+    [text(33, 7), picture(80, 56, 3), picture(80, 56, 3), text(2, 8)],
+    [text(20, 9), picture(300, 200, 5), text(5, 10)],
+]
+
+
+@pytest.mark.parametrize(
+    ("is_asynchronous", "budget"),
+    [(False, 2048), pytest.param(True, 2048), (True, 96)],
+    ids=["synchronous", "asynchronous", "in-chunks"],
+)
+def test_pictures(tmp_path: Path, is_asynchronous: bool, budget: int) -> None:
+    """One batch of prompts with pictures of several sizes has the tokens that each has alone, in both orders
+    and where a pass ends within a picture."""
+    model = mineru()
+    options = {"async_scheduling": is_asynchronous, "max_num_batched_tokens": budget}
+    if budget < OPTIONS["max_model_len"]:
+        options["enable_chunked_prefill"] = True
+    with TracedEngine(model.save(tmp_path), **OPTIONS, **options) as engine:
+        outputs = engine.llm.generate(
+            [request(parts) for parts in PROMPTS], WANTED.sampling_params(), use_tqdm=False
+        )
+    for parts, output in zip(PROMPTS, outputs, strict=True):
+        prompt, tokens = expected(model, parts)
+        assert list(output.prompt_token_ids) == prompt
+        assert list(output.outputs[0].token_ids) == tokens
+
+
+def test_shared_prefixes(tmp_path: Path) -> None:
+    """A prefix is shared where remainder and pictures are equal, among them one that only shares a block."""
+    model = mineru()
+    first, second = picture(80, 56, 1), picture(80, 56, 2)
+    with TracedEngine(model.save(tmp_path), **OPTIONS) as engine:
+        size = engine.scheduler.hash_block_size
+
+        def cached(*parts: Part) -> int:
+            """Tokens of it that are in the cache; its answer is the one that it gets alone."""
+            params = WANTED.sampling_params()
+            (output,) = engine.llm.generate([request(parts)], params, use_tqdm=False)
+            assert list(output.outputs[0].token_ids) == expected(model, parts)[1]
+            return int(output.num_cached_tokens)
+
+        # Blocks end at 32, 64, ...; the picture begins at 60, in a block that begins before it.
+        long = text(60, 1)
+        rest = 160 - 60 - num_tokens(first)
+        assert cached(long, first, text(rest, 2)) == 0
+        assert cached(long, first, text(rest, 3)) == (160 - rest) // 32 * 32 // size * size
+        # Only the blocks before the one that the other picture is in.
+        assert cached(long, second, text(rest, 2)) == 32 // size * size
+        # Another remainder shares nothing.
+        assert cached(long, first, text(rest + 1, 2)) == 0
