@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
+from PIL.Image import DecompressionBombError
 from prometheus_client import Counter
 from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.logger import init_logger
@@ -77,7 +78,9 @@ def _reading_instant(stock: Any, body: Any) -> Any:
 def _with_door(stock: Any, app: Any) -> None:
     stock(app)
     _refusals()
-    app.add_exception_handler(AttributeError, app.exception_handlers[Exception])
+    # A handler of their own: what that of all others answers leaves a trace too.
+    for kind in (AttributeError, DecompressionBombError):
+        app.add_exception_handler(kind, app.exception_handlers[Exception])
     for kind, handler in [*app.exception_handlers.items()]:
         app.add_exception_handler(kind, _noted(handler))
     app.add_middleware(BoundedBodies)
@@ -92,8 +95,8 @@ def _noted(handler: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any]
                 'structured_outputs must be an object, such as {"regex": "[a-z]+"}.',
                 parameter="structured_outputs",
             )
-        elif type(error).__name__ == "DecompressionBombError":
-            # Of Pillow, for a picture that vLLM's own limit of pixels would refuse too.
+        elif isinstance(error, DecompressionBombError):
+            # For a picture that vLLM's own limit of pixels would refuse too.
             error = VLLMValidationError(f"image_url is too large: {error}", parameter="image_url")
         response = await handler(request, error)
         body = json.loads(getattr(response, "body", None) or b"{}")
