@@ -74,6 +74,8 @@ class CanvasScheduling(Scheduler):
         if self.cache_config.enable_prefix_caching and spec.layout.crosses_cache_blocks:
             size = self.hash_block_size
             self._prefix_hashes = PrefixHashes(spec.layout, self.cache_config, size)
+        # Requests whose next block found no room for its pictures in the pass, in its order.
+        self._lacking_pictures: list[Request] = []
         # True if the last pass left requests waiting.
         self._leaves_waiting = False
         self._counters = PassCounters(spec)
@@ -145,7 +147,10 @@ class CanvasScheduling(Scheduler):
         if self._leaves_waiting:
             self.constraints.make_room()
         self._num_rows_left, self._num_added = self.max_num_scheduled_tokens, {}
+        self._lacking_pictures.clear()
         output = super().schedule(throttle_prefills)
+        if self._lacking_pictures:
+            self._release_pictures(self._lacking_pictures[0])
         self._leaves_waiting = bool(self.waiting)
         return output
 
@@ -162,10 +167,30 @@ class CanvasScheduling(Scheduler):
             request, num_computed_tokens, num_new_tokens
         )
         rows = self.spec.layout.rows(self._rows_of(request, num_computed_tokens, num_new_tokens))
+        if (
+            request.has_encoder_inputs
+            and rows.num_rows == 0
+            and num_computed_tokens < request.num_prompt_tokens
+            and self._num_rows_left >= self.spec.length
+        ):
+            self._lacking_pictures.append(request)
         if rows.num_added:
             self._num_added[request.request_id] = rows.num_added
         self._num_rows_left -= rows.num_rows
         return rows.num_rows
+
+    def _release_pictures(self, first: Request) -> None:
+        """Let the encoder's cache evict what other requests hold in it.
+
+        A request whose block ends within a picture holds that one, and may wait for the next one of the same block.
+        Several would wait for one another. What is evicted is encoded again for the block that needs it.
+
+        Args:
+            first: Request that the next pass gives room.
+        """
+        for request in self.requests.values():
+            if request is not first and request.has_encoder_inputs:
+                self.encoder_cache_manager.free(request)
 
     def _rows_of(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int

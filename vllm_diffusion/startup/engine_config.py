@@ -36,7 +36,11 @@ from vllm_diffusion.startup.environment import (
 from vllm_diffusion.startup.machine import checkpoint_bytes, is_vllm_cpu_build
 from vllm_diffusion.startup.measured_backends import choose_backends
 from vllm_diffusion.startup.options import check_options
-from vllm_diffusion.startup.pass_limits import choose_media, default_max_num_seqs
+from vllm_diffusion.startup.pass_limits import (
+    choose_encoder_room,
+    choose_media,
+    default_max_num_seqs,
+)
 from vllm_diffusion.startup.plan import DiffusionPlan
 from vllm_diffusion.startup.plugin_settings import OPTION, PluginSettings
 from vllm_diffusion.startup.published_runs import log_differences, warn_of_one_a_pass
@@ -325,6 +329,7 @@ class BlockDiffusionEngineConfig:
         model_config.diffusion = plan
         is_set = plan.given.max_num_batched_tokens
         choose_media(model_config, scheduler.max_num_batched_tokens, is_set)
+        choose_encoder_room(model_config, scheduler, length)
         check_options(vllm_config)
         # Where an image's rows attend to one another in both directions, they must be in one pass. Elsewhere
         # a pass ends with a block, not before an image.

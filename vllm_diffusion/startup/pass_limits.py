@@ -118,6 +118,34 @@ def choose_media(model_config: ModelConfig, budget: int, is_set: bool) -> None:
     )
 
 
+def choose_encoder_room(model_config: ModelConfig, scheduler: SchedulerConfig, length: int) -> None:
+    """Give the pictures of one block of a prompt room in the encoder's pass and in its cache.
+
+    A block is computed whole, so that all its pictures are needed at once: the end of one, short ones and the begin
+    of another. vLLM makes room for the longest one alone, and a prompt with more would wait for ever.
+
+    Args:
+        model_config: Configuration of the model.
+        scheduler: Configuration of the scheduler, changed in place.
+        length: Tokens of a block.
+    """
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    if not model_config.is_multimodal_model or model_config.is_mm_prefix_lm:
+        return
+    info = MULTIMODAL_REGISTRY.create_processor(model_config).info
+    counts = {kind: 1 for kind, most in info.allowed_mm_limits.items() if most > 0}
+    if not counts:
+        return
+    lengths = info.get_mm_max_tokens_per_item(model_config.max_model_len, counts)
+    longest = max(lengths.values())
+    if max(info.allowed_mm_limits.values()) > 1:
+        # At least a token of the first and of the last are in the block.
+        longest = min(2 * longest + length - 2, model_config.max_model_len)
+    scheduler.encoder_cache_size = max(scheduler.encoder_cache_size, longest)
+    scheduler.max_num_encoder_input_tokens = max(scheduler.max_num_encoder_input_tokens, longest)
+
+
 def _items(lengths: Mapping[str, int]) -> str:
     """Describe items, as in ``an image of up to 280 tokens and a video of up to 2496 tokens``."""
     return " and ".join(

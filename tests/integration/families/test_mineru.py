@@ -82,6 +82,30 @@ def test_pictures(tmp_path: Path, is_asynchronous: bool, budget: int) -> None:
         assert list(output.outputs[0].token_ids) == tokens
 
 
+@pytest.mark.parametrize("is_asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_pictures_that_share_a_block(tmp_path: Path, is_asynchronous: bool) -> None:
+    """A block with the end of one picture and the begin of another gets both at once, and two requests that
+    each hold a picture in the encoder's cache do not wait for each other."""
+    model = mineru()
+    # A first block of 20 tokens leaves the second prompt the room of its own first block, of 10.
+    pictures = [picture(80, 96, seed) for seed in range(4)]
+    prompts: list[list[Part]] = [
+        [pictures[0], pictures[1], text(36, 1)],
+        [pictures[2], pictures[3], text(26, 2)],
+    ]
+    options = {"async_scheduling": is_asynchronous, "enable_chunked_prefill": True}
+    with TracedEngine(
+        model.save(tmp_path), **OPTIONS, **options, max_num_batched_tokens=96
+    ) as engine:
+        longest = num_tokens(pictures[0])
+        assert engine.scheduler.encoder_cache_manager.cache_size == 2 * longest + 30
+        outputs = engine.llm.generate(
+            [request(parts) for parts in prompts], WANTED.sampling_params(), use_tqdm=False
+        )
+    for parts, output in zip(prompts, outputs, strict=True):
+        assert list(output.outputs[0].token_ids) == expected(model, parts)[1]
+
+
 def test_shared_prefixes(tmp_path: Path) -> None:
     """A prefix is shared where remainder and pictures are equal, among them one that only shares a block."""
     model = mineru()
