@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.families import makers as tiny
 from tests.support.families.cases import CASES
 from tests.support.families.llada2_model import DELETE_ID, SPLIT_ID, llada2, llada2_2
+from tests.support.families.mineru_model import mineru
 from tests.support.families.model import TinyModel
 from tests.support.loading import load, one_rank
 from tests.support.refused import refusal, refusal_of_row, refused_rows
@@ -26,6 +27,7 @@ from tests.support.vllm_configs import configure
 from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.levenshtein import Levenshtein
+from vllm_diffusion.families.mineru.pictures import image_processor
 
 pytestmark = pytest.mark.engine
 
@@ -54,6 +56,7 @@ MODELS: dict[str, Callable[[], TinyModel]] = {
     "llada_moe": tiny.llada_moe,
     "llada2": llada2,
     "llada2_2": llada2_2,
+    "mineru": mineru,
     "nemotron": tiny.nemotron,
 }
 
@@ -95,6 +98,25 @@ def test_lladas_harmless_fields(tmp_path: Path) -> None:
     ).model_config.diffusion
     one_head = configure(changed(folder, n_kv_heads=1, multi_query_attention=True))
     assert one_head.model_config.hf_config.num_key_value_heads == 1
+
+
+def test_minerus_files(tmp_path: Path) -> None:
+    """The publisher's other names of text and tower are read, and a missing file of the pictures is named."""
+    folder = mineru().save(tmp_path)
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    for name, other in (
+        ("text_config", "language_model_config"),
+        ("vision_config", "vision_model_config"),
+    ):
+        values[other] = values.pop(name)
+    path.write_text(json.dumps(values))
+    config = configure(folder).model_config.hf_config
+    assert config.text_config.hidden_size == values["language_model_config"]["hidden_size"]
+    assert config.vision_config.embed_dim == values["vision_model_config"]["embed_dim"]
+    (folder / "preprocessor_config.json").rename(tmp_path / "elsewhere.json")
+    image_processor.cache_clear()
+    assert "preprocessor_config.json of" in refusal(folder)
 
 
 def test_token_that_is_null(tmp_path: Path) -> None:

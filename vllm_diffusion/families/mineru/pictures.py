@@ -11,9 +11,14 @@ from transformers.models.qwen2_vl.processing_qwen2_vl import (
     ProcessorMixin,
     Qwen2VLProcessor,
 )
+from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.models.qwen2_vl import Qwen2VLDummyInputsBuilder, Qwen2VLProcessingInfo
+from vllm.multimodal.parse import ImageProcessorItems, MultiModalDataItems
 
-_image_processor = lru_cache(Qwen2VLImageProcessorPil.from_pretrained)
+# Of Qwen2-VL's ``smart_resize``.
+_LONGEST_SIDE = 200
+
+image_processor = lru_cache(Qwen2VLImageProcessorPil.from_pretrained)
 
 
 class PictureProcessor(Qwen2VLProcessor):
@@ -37,8 +42,28 @@ class PictureInfo(Qwen2VLProcessingInfo):
 
     def get_hf_processor(self, **kwargs: object) -> PictureProcessor:
         model = self.ctx.model_config
-        pictures = _image_processor(model.model, revision=model.revision)
+        pictures = image_processor(model.model, revision=model.revision)
         return PictureProcessor(pictures, self.get_tokenizer(), self.get_hf_config().image_token_id)
+
+    def parse_mm_data(self, mm_data: Any, *, validate: bool = True) -> MultiModalDataItems:
+        """Parse pictures, and refuse one of a shape that Qwen2-VL's processor refuses without its size.
+
+        Raises:
+            VLLMValidationError: If one side is more than 200 times the other.
+        """
+        items = super().parse_mm_data(mm_data, validate=validate)
+        pictures = items.get("image")
+        if isinstance(pictures, ImageProcessorItems):
+            # One that is known by its id alone was cut before.
+            held = [i for i in range(pictures.get_count()) if pictures.get(i) is not None]
+            for width, height in map(pictures.get_image_size, held):
+                if max(width, height) > _LONGEST_SIDE * min(width, height):
+                    raise VLLMValidationError(
+                        f"image_url has a picture of {width} x {height} pixels, whose longer side is more than "
+                        f"{_LONGEST_SIDE} times the other; cut it.",
+                        parameter="image_url",
+                    )
+        return items
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": None}

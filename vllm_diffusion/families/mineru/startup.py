@@ -101,7 +101,21 @@ class MinerUEngineConfig(MaskedEngineConfig):
     @classmethod
     def check_model(cls, model_config: ModelConfig) -> None:
         super().check_model(model_config)
-        config = model_config.hf_config
+        from vllm_diffusion.families.mineru.pictures import image_processor
+
+        config, vocab_size = model_config.hf_config, model_config.get_vocab_size()
+        if not (type(config.image_token_id) is int and 0 <= config.image_token_id < vocab_size):
+            raise ValueError(
+                f"image_token_id={config.image_token_id!r} of the checkpoint must be an integer of at least 0 and "
+                f"below vocab_size={vocab_size}; correct it in config.json."
+            )
+        try:
+            image_processor(model_config.model, revision=model_config.revision)
+        except OSError as error:
+            raise ValueError(
+                f"preprocessor_config.json of {model_config.model} was not read, which says how pictures are cut into "
+                "patches; copy it from the published checkpoint."
+            ) from error
         if config.tower not in (_TOWER, Qwen2VLVisionConfig.model_type):
             raise ValueError(
                 f"vision_config.model_type={config.tower!r} in config.json of the checkpoint is not served; "
