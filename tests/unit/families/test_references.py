@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.families import llada2, run
+from tests.support.families import llada2, mineru, run
 from tests.support.families.model import scripted
 from tests.support.families.scripts import (
     DELETE,
@@ -236,3 +236,17 @@ def test_dream_reasoner_last_step_leaves_no_mask(strategy, num_given):
         )
         assert MASK not in result.tokens
         assert result.count("denoise") <= steps
+
+
+def test_mineru_blocks():
+    """They begin where the prompt ends, and the last one is what is left; a threshold reveals what is above it."""
+    loop = {"mask_id": MASK, "gen_length": 6, "block_length": 4, "denoising_steps": 4}
+    result = mineru.generate(decreasing(9), [30] * 3, temperature=0, **loop)
+    assert result.tokens == [13, 14, 15, 16, 17, 18]
+    assert result.revealed == [0, 1, 2, 3, 0, 1]
+    assert [one.start for one in result.passes if one.kind == "commit"] == [3, 7]
+    # Of 0.75, 0.7, 0.65, 0.6 in the first block.
+    confident = mineru.generate(
+        decreasing(9), [30] * 3, temperature=0, confidence_threshold=0.67, **loop
+    )
+    assert confident.revealed == [0, 0, 1, 2, 0, 1]
