@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,44 @@ def test_pictures_that_share_a_block(tmp_path: Path, is_asynchronous: bool) -> N
         )
     for parts, output in zip(prompts, outputs, strict=True):
         assert list(output.outputs[0].token_ids) == expected(model, parts)[1]
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_pictures_of_preempted_requests(tmp_path: Path, is_asynchronous: bool) -> None:
+    """Requests with pictures that lose their memory and return have their tokens, with log-probabilities, a stop
+    string after the first block and a constraint beside them."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    model = mineru()
+    # The cache holds the longest request, or several others.
+    options = {"async_scheduling": is_asynchronous, "num_gpu_blocks_override": 512 // 16 + 1}
+    with TracedEngine(model.save(tmp_path), **OPTIONS, **options) as engine:
+        tokenizer = engine.llm.get_tokenizer()
+        requests = [request(parts) for parts in PROMPTS]
+        params = [WANTED.sampling_params(logprobs=1) for _ in PROMPTS]
+        answers = [expected(model, parts)[1] for parts in PROMPTS]
+        stop = tokenizer.decode(answers[0])[-4:]
+        requests += [requests[0], requests[1]]
+        params += [
+            WANTED.sampling_params(detokenize=True, stop=[stop]),
+            WANTED.sampling_params(
+                detokenize=True,
+                ignore_eos=False,
+                structured_outputs=StructuredOutputsParams(regex="[ab]{9}"),
+            ),
+        ]
+        engine.preempted.clear()
+        outputs = engine.llm.generate(requests, params, use_tqdm=False)
+        assert engine.preempted
+    *whole, stopped, held = [output.outputs[0] for output in outputs]
+    for tokens, output in zip(answers, whole, strict=True):
+        assert list(output.token_ids) == tokens
+        assert all(t in row for t, row in zip(tokens, output.logprobs, strict=True))
+    assert stopped.finish_reason == "stop"
+    assert stop not in stopped.text
+    assert list(stopped.token_ids) == answers[0]
+    # Its text begins with what the prompt's last bytes leave of a character.
+    assert re.fullmatch("[ab]{9}", tokenizer.decode(held.token_ids, skip_special_tokens=True))
 
 
 def test_shared_prefixes(tmp_path: Path) -> None:
