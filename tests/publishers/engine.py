@@ -10,7 +10,9 @@ from tests.support.engine import TracedEngine
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8}
 
 
-def answers(folder: Path, requests: list[tuple[list[int], int, dict[str, Any]]]) -> list[list[int]]:
+def answers(
+    folder: Path, requests: list[tuple[list[int], int, dict[str, Any]]], **options: Any
+) -> list[list[int]]:
     """The engine's answers, all in one batch: prompt, tokens and arguments of each, greedy if they set nothing else.
 
     Arguments without ``diffusion_`` in front of their names are vLLM's.
@@ -23,6 +25,6 @@ def answers(folder: Path, requests: list[tuple[list[int], int, dict[str, Any]]])
         rest = {name: value for name, value in arguments.items() if name not in own}
         settings = {"temperature": 0, "max_tokens": num_tokens, "ignore_eos": True} | rest
         params.append(SamplingParams(**settings, detokenize=False, extra_args=own))
-    with TracedEngine(folder, **OPTIONS) as engine:
+    with TracedEngine(folder, **OPTIONS, **options) as engine:
         outputs = engine.outputs([prompt for prompt, *_ in requests], params)
     return [list(output.outputs[0].token_ids) for output in outputs]

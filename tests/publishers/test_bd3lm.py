@@ -1,4 +1,4 @@
-"""A2D's BD3LM: the tokens of the publisher's class and sampler."""
+"""A2D's BD3LM and MDLM: the tokens of the publisher's class and samplers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from tests.support.families.model import MASK_ID, prompt_of
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
-def test_bd3lm(tmp_path: Path) -> None:
-    """``bd3lm.py`` with the modelling file: lengths of prompts and answers, and steps."""
+@pytest.mark.parametrize("is_mdlm", [False, True], ids=["bd3lm", "mdlm"])
+def test_a2d(tmp_path: Path, is_mdlm: bool) -> None:
+    """``bd3lm.py`` or ``mdlm.py`` with the modelling file: lengths of prompts and answers, and steps."""
     folder = checkout("dllm") / "dllm"
     # Without the packages' own imports, which are of trainers.
     for name in ("dllm", "dllm.core", "dllm.core.samplers"):
         modules_of(folder.parent / name.replace(".", "/"), name)
-    sampler = importlib.import_module("dllm.core.samplers.bd3lm")
+    name = "mdlm" if is_mdlm else "bd3lm"
+    sampler = importlib.import_module(f"dllm.core.samplers.{name}")
     classes = modules_of(folder / "pipelines/a2d/models/qwen3", "publisher_a2d")("modeling_qwen3")
     toy = tiny.a2d()
     own = ("architectures", "auto_map", "model_type", "torch_dtype")
@@ -36,7 +38,7 @@ def test_bd3lm(tmp_path: Path) -> None:
         layer.attention_type = "full_attention"
     body.lm_head.register_forward_hook(lambda module, inputs, output: without_mask(output))
     tokens = SimpleNamespace(mask_token_id=MASK_ID, bos_token_id=1, pad_token_id=0, eos_token_id=-7)
-    publisher = sampler.BD3LMSampler(model=body, tokenizer=tokens)
+    publisher = getattr(sampler, f"{name.upper()}Sampler")(model=body, tokenizer=tokens)
     requests, expected = [], []
     for length, num_tokens, steps in (
         (1, 32, 32),
@@ -48,9 +50,15 @@ def test_bd3lm(tmp_path: Path) -> None:
     ):
         prompt = prompt_of(length, seed=length)
         requests.append((prompt, num_tokens, {"diffusion_max_steps": steps}))
-        ids = publisher.sample(
-            [prompt], max_new_tokens=num_tokens, block_size=32, steps_per_block=steps
-        )
+        num_blocks = -(-num_tokens // 32)
+        own = {"steps": steps * num_blocks} if is_mdlm else {"steps_per_block": steps}
+        ids = publisher.sample([prompt], max_new_tokens=num_tokens, block_size=32, **own)
         expected.append(ids[0, -num_tokens:].tolist())
     sys.modules.pop("dllm")
-    assert answers(toy.save(tmp_path), requests) == expected
+    options = {}
+    if is_mdlm:
+        options = {
+            "hf_overrides": {"architectures": ["A2DQwen3MDLM"]},
+            "additional_config": {"diffusion": {"block_length": 32}},
+        }
+    assert answers(toy.save(tmp_path), requests, **options) == expected

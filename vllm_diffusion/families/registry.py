@@ -61,6 +61,16 @@ FAMILIES = (
     _family("StableDiffcoderForCausalLM", "stable_diffcoder", "StableDiffcoderEngineConfig"),
     _family("DreamForCausalLM", "dream_reasoner", "DreamReasonerEngineConfig", "DreamConfig"),
     _family("A2DQwen3LMHeadModel", "a2d", "A2DEngineConfig", "A2DQwen3Config"),
+    _family("A2DQwen2LMHeadModel", "a2d", "A2DQwen2EngineConfig", "A2DQwen2Config"),
+    _family("A2DLlamaLMHeadModel", "a2d", "A2DLlamaEngineConfig", "A2DLlamaConfig"),
+    # Names that an operator gives, since config.json has that of BD3LM.
+    _family("A2DQwen3MDLM", "a2d", "MDLMEngineConfig", "A2DQwen3Config", "A2DQwen3LMHeadModel"),
+    _family(
+        "A2DQwen2MDLM", "a2d", "MDLMQwen2EngineConfig", "A2DQwen2Config", "A2DQwen2LMHeadModel"
+    ),
+    _family(
+        "A2DLlamaMDLM", "a2d", "MDLMLlamaEngineConfig", "A2DLlamaConfig", "A2DLlamaLMHeadModel"
+    ),
     _family(
         "MinerUDiffusionForConditionalGeneration",
         "mineru",

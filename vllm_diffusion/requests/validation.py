@@ -475,7 +475,7 @@ def _check_blocks(params: Any, num_prompt: int, model_config: Any) -> None:
     most, max_tokens = model_config.max_model_len - num_prompt, params.max_tokens
     if length is None or max_tokens is None or max_tokens >= most:
         return
-    if spec.layout.holds_sequence and max_tokens % int(length):
+    if spec.layout.has_whole_blocks and max_tokens % int(length):
         refuse(
             "max_tokens",
             f"must be a multiple of diffusion_block_length, {length}; got {max_tokens}. Leave diffusion_block_length "

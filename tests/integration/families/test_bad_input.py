@@ -236,7 +236,9 @@ def test_causal_weights_of_sdars_architecture(sign: str, tmp_path: Path) -> None
 def test_an_mdlm_by_name(tmp_path: Path) -> None:
     """Its fields are those of a BD3LM."""
     folder = tiny.a2d().save(tmp_path / "Qwen3-0.6B-diffusion-mdlm-v0.1")
-    assert "attends over the whole sequence" in refusal(folder)
+    assert """--hf-overrides '{"architectures": ["A2DQwen3MDLM"]}'""" in refusal(folder)
+    served = configure(folder, hf_overrides={"architectures": ["A2DQwen3MDLM"]}).model_config
+    assert served.diffusion.spec.layout.holds_sequence
     assert configure(tiny.a2d().save(tmp_path / "bd3lm")).model_config.is_diffusion
 
 

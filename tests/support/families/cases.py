@@ -8,6 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from tests.support.checkpoints import random_checkpoint
 from tests.support.families import (
     bd3lm,
@@ -316,10 +319,53 @@ def _mineru(asked: Asked) -> Run:
     )
 
 
+def _mdlm(asked: Asked, is_shifted: bool = False) -> Run:
+    wanted, B = asked.wanted, asked.block_length
+    model = asked.common["model"]
+
+    def shifted(ids: Tensor, visible: Tensor) -> Tensor:
+        logits: Tensor = model(ids, visible)
+        return torch.cat([logits[:1], logits[:-1]])
+
+    common = asked.common | {"model": shifted if is_shifted else model}
+    return llada.generate(
+        **common,
+        gen_length=wanted.max_tokens,
+        block_length=B,
+        steps=(wanted.steps or B) * -(-wanted.max_tokens // B),
+        remasking="random" if wanted.strategy == "random" else "low_confidence",
+        threshold=wanted.threshold if wanted.strategy == "dynamic" else None,
+        schedule=bd3lm.schedule,
+        uniform=run.keyed_uniform(wanted.seed),
+    )
+
+
 # A block's length is no part of these checkpoints; as many steps are the default.
 _IN_BLOCKS: dict[str, Any] = {
     "additional_config": {"diffusion": {"block_length": 16, "max_denoising_steps": 16}}
 }
+
+
+# A2D's MDLM, whose folder is a BD3LM's, by its architecture and rule: not in every test of families.
+def mdlm_case(make: Callable[..., TinyModel], architecture: str, *, is_shifted: bool) -> Case:
+    """A2D's MDLM on one of its bodies.
+
+    Args:
+        make: Its tiny BD3LM.
+        architecture: What an operator names it.
+        is_shifted: Whether a position's token comes from the row before it.
+    """
+    own: dict[str, Any] = {"block_length": 16, "max_denoising_steps": 16}
+    own |= {"rule": "shifted_reveal_in_blocks"} if is_shifted else {}
+    return Case(
+        partial(make, block_length=16),
+        partial(_mdlm, is_shifted=is_shifted),
+        options={
+            "additional_config": {"diffusion": own},
+            "hf_overrides": {"architectures": [architecture]},
+        },
+    )
+
 
 _whole = partial(
     Case,

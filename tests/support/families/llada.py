@@ -6,7 +6,7 @@ Source: ``generate.py`` of ML-GSAI/LLaDA at b7e6c35, ``generate``; ``threshold``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ def generate(
     end_think_boost_power: float = 2.0,
     end_think_context_start: int = 0,
     end_think_total_gen_length: int = 0,
+    schedule: Callable[[int, int], list[int]] = even_schedule,
     sample: Sample = multinomial,
     uniform: Uniform = torch_uniform,
 ) -> Run:
@@ -63,6 +64,8 @@ def generate(
     the leftmost of equally probable positions comes first; ``cfg_scale`` is left out. That
     ``confidence_eos_eot_inf`` holds for ``eos_id`` at temperature 0 alone is the publisher's: there noised and
     plain logits are one tensor.
+
+    With BD3LM's ``schedule`` it is ``MDLMSampler.sample`` of ZHZisZZ/dllm at ca17675, ``dllm/core/samplers/mdlm.py``.
 
     Where ``gen_length`` is not a multiple of ``block_length``, which the publisher's refuses, the last block is the
     shorter one.
@@ -81,8 +84,7 @@ def generate(
         first = start + block * block_length
         last = min(first + block_length, len(x))
         rows = slice(first, last)
-        schedule = even_schedule(last - first, steps // num_blocks)
-        for step, count in enumerate(schedule):
+        for step, count in enumerate(schedule(last - first, steps // num_blocks)):
             masked = x[rows] == mask_id
             if not masked.any():
                 break

@@ -141,6 +141,35 @@ a2d = replace(
     },
 )
 
+# The other bodies that its trainer converts.
+a2d_qwen2 = replace(
+    a2d,
+    body=transformers_body("Qwen2"),
+    config={
+        "architectures": ["A2DQwen2LMHeadModel"],
+        "auto_map": {},
+        "model_type": "a2d-qwen2",
+        "hidden_size": 128,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+)
+a2d_llama = replace(
+    a2d,
+    body=transformers_body("Llama"),
+    config={
+        "architectures": ["A2DLlamaLMHeadModel"],
+        "auto_map": {},
+        "model_type": "a2d-llama",
+        "head_dim": 32,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rope_theta": 500000.0,
+        "rope_scaling": None,
+    },
+)
+
 # Fast-dLLM v2: Qwen2.5, with biases on queries, keys and values; its heads divide the hidden size.
 fast_dllm = Maker(
     transformers_body("Qwen2"),

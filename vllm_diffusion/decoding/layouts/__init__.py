@@ -15,6 +15,7 @@ from vllm_diffusion.decoding.layouts.canvas_layout import (
 )
 from vllm_diffusion.decoding.layouts.whole_sequence import (
     GrowingSequence,
+    SequenceOfBlocks,
     ShiftedSequence,
     WholeSequence,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "GrowingSequence",
     "ScheduledRequest",
     "SeededBlock",
+    "SequenceOfBlocks",
     "ShiftedBlock",
     "ShiftedSequence",
     "VerifiedDraft",

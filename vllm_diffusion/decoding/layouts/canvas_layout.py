@@ -112,6 +112,7 @@ class CanvasLayout:
         crosses_cache_blocks: True if blocks in which known tokens attend in both directions begin anywhere in a
             block of the cache.
         holds_sequence: True if a canvas holds all tokens of its request, and what is emitted stays in it.
+        has_whole_blocks: True if an answer is denoised in blocks of a length that requests set, all of them whole.
     """
 
     length: int
@@ -127,6 +128,7 @@ class CanvasLayout:
     caches_prefixes: ClassVar[bool] = True
     crosses_cache_blocks: ClassVar[bool] = False
     holds_sequence: ClassVar[bool] = False
+    has_whole_blocks: ClassVar[bool] = False
 
     # Start-up.
 

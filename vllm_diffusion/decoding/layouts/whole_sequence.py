@@ -28,7 +28,8 @@ class WholeSequence(CanvasLayout):
 
     Every pass runs every row, since each key and value depends on all tokens: none is final before the last
     token is, so that nothing is cached. The answer is cut into blocks, of which the first one that has
-    masks is denoised. A block is emitted when it is decided, and stays in the canvas.
+    masks is denoised, and the last one ends with the answer. A block is emitted when it is decided, and stays in the
+    canvas.
     """
 
     summary: ClassVar[str] = "the whole sequence, in both directions; nothing is cached"
@@ -51,10 +52,7 @@ class WholeSequence(CanvasLayout):
         max_tokens: int,
         block_length: int,
     ) -> int:
-        room = self.length - num_prompt
-        whole = -(-max_tokens // block_length) * block_length
-        # Without room for whole blocks the last one ends with the answer.
-        return num_prompt + (whole if whole <= room else min(max_tokens, room))
+        return min(num_prompt + max_tokens, self.length)
 
     def num_before(self, num_prompt: int, num_generated: int, length: int) -> int:
         return num_generated // length
@@ -96,7 +94,28 @@ class ShiftedSequence(WholeSequence):
 
 
 @dataclass(frozen=True)
-class GrowingSequence(WholeSequence):
+class SequenceOfBlocks(WholeSequence):
+    """A whole sequence whose answer has whole blocks, of which a request gets its tokens, where there is room for them."""
+
+    summary: ClassVar[str] = f"{WholeSequence.summary}; whole blocks"
+    has_whole_blocks = True
+
+    def width(
+        self,
+        wanted: int | None,
+        num_prompt: int,
+        num_known: int,
+        max_tokens: int,
+        block_length: int,
+    ) -> int:
+        whole = num_prompt + -(-max_tokens // block_length) * block_length
+        if whole <= self.length:
+            return whole
+        return super().width(wanted, num_prompt, num_known, max_tokens, block_length)
+
+
+@dataclass(frozen=True)
+class GrowingSequence(SequenceOfBlocks):
     """A whole sequence without the blocks after the one that is denoised."""
 
     summary: ClassVar[str] = f"{WholeSequence.summary}; no masks after the block"

@@ -1,32 +1,35 @@
-"""A2D: autoregressive models trained further to diffuse; blocks of 32 masks (BD3LM), revealed by probability.
+"""A2D: autoregressive models trained further to diffuse, as BD3LM or as MDLM; masks revealed by probability.
 
-Blocks are counted from the end of the prompt and attend in both directions, the prompt's too, whose first block
-is the short one.
+BD3LM's blocks of 32 are counted from the end of the prompt and attend in both directions, the prompt's too, whose first
+block is the short one. MDLM attends over the whole sequence, blocks of 128 after the one that is denoised too.
 
-Source: ZHZisZZ/dllm at ca17675, ``dllm/core/samplers/bd3lm.py`` and ``utils.py``, with its defaults: 128 steps for 128
-tokens, which are 32 for each block. It differs:
+Source: ZHZisZZ/dllm at ca17675, ``bd3lm.py``, ``mdlm.py`` and ``utils.py`` of ``dllm/core/samplers``, with their defaults: 128
+steps for 128 tokens, which are as many for each block as it has positions. It differs:
 
 - Steps are those of a block; there they are those of the answer, divided by its blocks and rounded up.
-- An answer ends with its first end token; there after the block that has one.
+- An answer ends with its first end token; there after the block that has one, as MDLM not at all (``ignore_eos``).
 - The padding token is a token like others; there one that is generated vanishes from later blocks.
 - Batches have no padding: a request gets what it gets alone.
 - The mask token is never drawn, and among equally confident positions the leftmost comes first.
-- ``right_shift_logits``, ``cfg_scale``, ``stochastic_transfer`` and ``remasking="random"`` are left out.
+- ``cfg_scale`` and ``stochastic_transfer`` are left out, of BD3LM ``right_shift_logits`` and ``remasking="random"`` too. MDLM has
+  them as the rule ``shifted_reveal_in_blocks`` and the strategy ``random``.
 
-``Qwen3-0.6B-diffusion-mdlm`` has the same fields and attends over the whole sequence: it is known by its name.
+A checkpoint does not say which of the two it is: both have the same ``config.json``. An operator names MDLM's architecture.
 """
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from transformers import Qwen3Config
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
-from vllm_diffusion.decoding.layouts import BlockAfterPrompt
+from vllm_diffusion.decoding.layouts import BlockAfterPrompt, ShiftedSequence
 from vllm_diffusion.decoding.reveal import Reveal
+from vllm_diffusion.decoding.reveal_in_blocks import RevealInBlocks
 from vllm_diffusion.startup.engine_config import MaskedEngineConfig, PublishedRule
+from vllm_diffusion.startup.whole_sequences import WholeSequenceEngineConfig
 from vllm_diffusion.weights.tensor_rules import BodyTensors, TensorRules
 
 if TYPE_CHECKING:
@@ -39,19 +42,36 @@ class A2DQwen3Config(Qwen3Config):
     model_type = "a2d-qwen3"
 
 
-class A2DEngineConfig(MaskedEngineConfig):
-    """The entry of ``A2DQwen3LMHeadModel``."""
+class A2DQwen2Config(Qwen2Config):
+    """Qwen2's, by another name."""
 
+    model_type = "a2d-qwen2"
+
+
+class A2DLlamaConfig(LlamaConfig):
+    """Llama's, by another name."""
+
+    model_type = "a2d-llama"
+
+
+# Options of both rules.
+_OPTIONS: dict[str, Any] = {
+    "includes_threshold": True,
+    "at_request_temperature": False,
+    "spreads_masks": True,
+    "rounds_to_even": True,
+}
+# Of Qwen2.5 and Llama 3: the first id that their tokenizers have free, which the trainer's mask gets.
+_QWEN2_MASK, _LLAMA_MASK = 151665, 128256
+
+
+class A2DEngineConfig(MaskedEngineConfig):
+    """The entry of ``A2DQwen3LMHeadModel``, as BD3LM."""
+
+    body: ClassVar[str] = "Qwen3ForCausalLM"
     rules = {
         "reveal": PublishedRule(
-            partial(
-                Reveal,
-                includes_threshold=True,
-                at_request_temperature=False,
-                spreads_masks=True,
-                rounds_to_even=True,
-            ),
-            {"reveal_threshold": 0.9, "strategy": "static"},
+            partial(Reveal, **_OPTIONS), {"reveal_threshold": 0.9, "strategy": "static"}
         )
     }
     mask_token_id = 151669
@@ -62,11 +82,66 @@ class A2DEngineConfig(MaskedEngineConfig):
     def check_model(cls, model_config: ModelConfig) -> None:
         super().check_model(model_config)
         if "mdlm" in Path(model_config.model).name.lower():
+            own = model_config.architecture.replace("LMHeadModel", "MDLM")
             raise ValueError(
-                f"{model_config.model} is by its name trained as MDLM, which attends over the whole sequence "
-                "and is not served; serve the BD3LM of the same publisher, or rename the folder if it is one."
+                f"{model_config.model} is by its name trained as MDLM, which attends over the whole sequence: set "
+                f"""--hf-overrides '{{"architectures": ["{own}"]}}'. Rename the folder if it is a BD3LM."""
             )
 
     @classmethod
     def tensor_rules(cls) -> TensorRules:
-        return BodyTensors("Qwen3ForCausalLM")
+        return BodyTensors(cls.body)
+
+
+class A2DQwen2EngineConfig(A2DEngineConfig):
+    """The entry of ``A2DQwen2LMHeadModel``."""
+
+    body = "Qwen2ForCausalLM"
+    mask_token_id = _QWEN2_MASK
+
+
+class A2DLlamaEngineConfig(A2DEngineConfig):
+    """The entry of ``A2DLlamaLMHeadModel``."""
+
+    body = "LlamaForCausalLM"
+    mask_token_id = _LLAMA_MASK
+
+
+_MDLM_SETTINGS: dict[str, float | str] = {
+    "reveal_threshold": 0.9,
+    "strategy": "static",
+    "block_length": 128,
+    "max_denoising_steps": 128,
+}
+
+
+class MDLMEngineConfig(WholeSequenceEngineConfig):
+    """The entry of ``A2DQwen3MDLM``, a name that an operator gives."""
+
+    body: ClassVar[str] = A2DEngineConfig.body
+    rules = {
+        "reveal_in_blocks": PublishedRule(partial(RevealInBlocks, **_OPTIONS), _MDLM_SETTINGS),
+        "shifted_reveal_in_blocks": PublishedRule(
+            partial(RevealInBlocks, **_OPTIONS), _MDLM_SETTINGS, layout=ShiftedSequence
+        ),
+    }
+    mask_token_id = A2DEngineConfig.mask_token_id
+    block_length = 128
+
+    @classmethod
+    def tensor_rules(cls) -> TensorRules:
+        return BodyTensors(cls.body)
+
+
+class MDLMQwen2EngineConfig(MDLMEngineConfig):
+    """The entry of ``A2DQwen2MDLM``."""
+
+    body = "Qwen2ForCausalLM"
+    mask_token_id = _QWEN2_MASK
+
+
+class MDLMLlamaEngineConfig(MDLMEngineConfig):
+    """The entry of ``A2DLlamaMDLM``."""
+
+    body = "LlamaForCausalLM"
+    mask_token_id = _LLAMA_MASK

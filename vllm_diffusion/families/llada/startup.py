@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import LlamaConfig, Qwen3MoeConfig
 
+from vllm_diffusion.decoding.layouts import SequenceOfBlocks
 from vllm_diffusion.decoding.reveal_in_blocks import RevealEndsLast, RevealInBlocks
 from vllm_diffusion.startup.engine_config import PublishedRule
 from vllm_diffusion.startup.whole_sequences import WholeSequenceEngineConfig
@@ -189,6 +190,7 @@ class LLaDAEngineConfig(WholeSequenceEngineConfig):
     }
     mask_token_id = 126336
     block_length = 128
+    layout = SequenceOfBlocks
 
     @classmethod
     def check_model(cls, model_config: ModelConfig) -> None:
@@ -233,6 +235,7 @@ class LLaDAMoEEngineConfig(WholeSequenceEngineConfig):
     }
     mask_token_id = 156895
     block_length = 128
+    layout = SequenceOfBlocks
 
     @classmethod
     def check_model(cls, model_config: ModelConfig) -> None:

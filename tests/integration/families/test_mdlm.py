@@ -1,0 +1,65 @@
+"""A2D's MDLM, and its bodies: the tokens of the publisher's loops, in batches and both orders."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.engine import TracedEngine
+from tests.support.families import makers as tiny
+from tests.support.families.cases import CASES, Case, Wanted, expected, mdlm_case
+from tests.support.families.model import prompt_of
+
+pytestmark = pytest.mark.engine
+
+MDLM = {
+    "qwen3": mdlm_case(tiny.a2d, "A2DQwen3MDLM", is_shifted=False),
+    "qwen3, shifted": mdlm_case(tiny.a2d, "A2DQwen3MDLM", is_shifted=True),
+    "qwen2": mdlm_case(tiny.a2d_qwen2, "A2DQwen2MDLM", is_shifted=False),
+    "llama": mdlm_case(tiny.a2d_llama, "A2DLlamaMDLM", is_shifted=False),
+}
+BD3LM = {
+    "qwen2": replace(CASES["a2d"], make=tiny.a2d_qwen2),
+    "llama": replace(CASES["a2d"], make=tiny.a2d_llama),
+}
+# With steps that do not divide a block, and answers that end within one.
+WANTED = (
+    Wanted(max_tokens=16, strategy="static"),
+    Wanted(max_tokens=41, strategy="static", steps=5),
+    Wanted(max_tokens=7, strategy="static", steps=9),
+    Wanted(max_tokens=33, strategy="static", temperature=0.8, seed=4),
+    Wanted(max_tokens=50, threshold=0.2, seed=5),
+)
+ORDERS = pytest.mark.parametrize(
+    "is_asynchronous",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["synchronous", "asynchronous"],
+)
+
+
+def assert_loops(case: Case, folder: Path, wanted: list[Wanted], is_asynchronous: bool) -> None:
+    """Compare a batch's answers with what the loop gives each of its requests alone."""
+    model = case.make()
+    prompts = [prompt_of(3 + 17 * i, seed=i) for i in range(len(wanted))]
+    options = case.options | {"max_model_len": 192, "async_scheduling": is_asynchronous}
+    with TracedEngine(model.save(folder), max_num_seqs=4, **options) as engine:
+        outputs = engine.outputs(prompts, [one.sampling_params() for one in wanted])
+    for prompt, one, output in zip(prompts, wanted, outputs, strict=True):
+        assert list(output.outputs[0].token_ids) == expected(case, model, prompt, one).tokens, one
+
+
+@ORDERS
+@pytest.mark.parametrize("name", MDLM)
+def test_mdlm(tmp_path: Path, name: str, is_asynchronous: bool) -> None:
+    """The whole sequence attends, and the last block ends with the answer, whatever its length."""
+    random = Wanted(max_tokens=30, strategy="random", seed=6)
+    assert_loops(MDLM[name], tmp_path, [*WANTED, random], is_asynchronous)
+
+
+@ORDERS
+@pytest.mark.parametrize("name", BD3LM)
+def test_bd3lm_on_other_bodies(tmp_path: Path, name: str, is_asynchronous: bool) -> None:
+    """Blocks are those of the Qwen3's."""
+    assert_loops(BD3LM[name], tmp_path, list(WANTED), is_asynchronous)
