@@ -534,6 +534,11 @@ def _check_spans(length: int, backend: str, setting: str) -> None:
 
 def _set_block_size(cache_config: CacheConfig, alignment: int) -> None:
     """Make blocks of the cache whole blocks of the model, where canvases are blocks."""
+    if cache_config.user_specified_block_size and cache_config.block_size % _KERNEL_BLOCK:
+        raise ValueError(
+            f"--block-size {cache_config.block_size} is no multiple of {_KERNEL_BLOCK}, by which attention reads "
+            "the cache; leave it out, or set such a multiple."
+        )
     if alignment == 1:
         return
     whole = math.lcm(alignment, _KERNEL_BLOCK)
