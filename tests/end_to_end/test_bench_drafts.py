@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def test_tiny_pair(tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_tiny_pair(tmp_path: Path) -> None:
     )
     done = subprocess.run(
         [
-            *(script, "bench-drafts", "--method", "dflash", "suffix", "--steps", "1"),
+            *(script, "bench-drafts", "--method", "dflash", "suffix"),
             *("--data", data, "--rounds", "1", "--concurrency", "1", "--json", tmp_path / "found"),
         ],
         capture_output=True,
@@ -46,3 +46,38 @@ def test_tiny_pair(tmp_path: Path) -> None:
     assert re.search(r"^  dflash .* yes$", done.stdout, re.M)
     assert "  dflash " in done.stdout
     assert "Traceback" not in done.stderr
+
+
+def test_rules(tmp_path: Path) -> None:
+    """Drafts change no token, and take fewer passes; a server of each way counts what it does."""
+    script = Path(sys.executable).with_name("vllm-diffusion")
+    done = subprocess.run(
+        [
+            *(
+                script,
+                "bench-drafts",
+                "--method",
+                "autoregressive",
+                "linear_spec",
+                "diffusion",
+                "mixed",
+            ),
+            *("--num-prompts", "1", "--rounds", "1", "--concurrency", "4"),
+            *("--json", tmp_path / "found"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=1180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "All answers are the same, as promised: autoregressive, linear_spec." in done.stdout
+    sides = json.loads((tmp_path / "found").read_text())["results"]
+    one, several, canvas = ([each["counted"] for each in side["rounds"]] for side in sides)
+    assert re.search(r"^  linear_spec .* yes$", done.stdout, re.M)
+    assert re.search(r"^  diffusion .* -$", done.stdout, re.M)
+    assert one[0]["tokens"] == several[0]["tokens"] > 20
+    assert one[0]["passes"] == one[0]["tokens"] > several[0]["passes"] > 0
+    assert several[0]["rows"] > one[0]["rows"] > 0.5 * one[0]["tokens"]
+    assert sum(several[0]["verifications"]["accepted"]) > 0
+    assert one[0]["verifications"]["number"] == canvas[0]["verifications"]["number"] == 0

@@ -51,7 +51,13 @@ REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
     ((*BENCH, "--method", "nope"), "--method: 'nope' must be one of"),
     ((*BENCH, "--method", "dflash"), "give --draft MODEL"),
     ((*BENCH, "--method", "eagle"), "give --draft eagle=MODEL"),
-    (("bench-ways", "a/model", "--ways", "diffusion,=3"), "'diffusion,=3' must be one of"),
+    ((*BENCH, "--method", "diffusion,=3"), "'diffusion,=3' must be one of"),
+    ((*BENCH, "--method", "dflash", "mixed"), "--method mixed is of a diffusion model"),
+    ((*BENCH, "--method", "mixed", "--draft", DRAFT), "--method mixed is of a diffusion model"),
+    ((*BENCH, "--steps", "1", "2"), "--steps is gone: name it with the method"),
+    ((*BENCH, "--num-drafts=4"), "--num-drafts is gone"),
+    (("bench-ways", "--requests", "1"), "bench-ways is gone: `bench-drafts` takes the same"),
+    (("calibrate", "compare", "a/model"), "calibrate compare is gone: `bench-drafts TARGET"),
     (("calibrate", "collect", *URL), "--data is missing"),
     ((*EXTRACT, "--draft", "/etc"), "--draft: '/etc' must be a folder with config.json"),
     ((*EXTRACT, "--layer-ids", "1,,2"), "--layer-ids: invalid layer_ids value: '1,,2'"),
@@ -119,5 +125,5 @@ def test_methods_of_vllm() -> None:
     from vllm.config.speculative import SpeculativeMethod
 
     known = {*get_args(SpeculativeMethod)} - {"extract_hidden_states", "custom_class"}
-    assert [contenders.draft_method(method) for method in known] == [*known]
+    assert [contenders.named_method(method).name for method in known] == [*known]
     assert {*contenders.METHODS} - {contenders.ADAPTIVE} <= known

@@ -9,12 +9,10 @@ from importlib.metadata import version
 from vllm_diffusion.checkpoints import InstallationError
 from vllm_diffusion.cli import chat, checkpoint, demo, doctor, models, serve_page
 from vllm_diffusion.cli.console import CommandError, fail
+from vllm_diffusion.cli.gone import what_is_gone
 from vllm_diffusion.cli.values import Parser, UsageError
 from vllm_diffusion.hooks.own_entry_points import own_entry_points
 from vllm_diffusion.startup.environment import compile_once
-
-# Commands that there were, and what does instead.
-_GONE = {"tune": "`vllm-diffusion doctor --gpu` checks and times the kernels."}
 
 
 def build_parser() -> Parser:
@@ -44,8 +42,8 @@ def main(argv: list[str] | None = None) -> int:
     compile_once()
     parser = build_parser()
     command_line = sys.argv[1:] if argv is None else argv
-    if command_line and (instead := _GONE.get(command_line[0])):
-        parser.error(f"argument COMMAND: {command_line[0]} is gone: {instead}")
+    if refusal := what_is_gone(command_line):
+        parser.error(refusal)
     arguments, rest = parser.parse_known_args(command_line)
     if "vllm_options" in arguments and (not rest or rest[0].startswith("-")):
         # A command that starts an engine hands on what it does not know.

@@ -1,4 +1,4 @@
-"""``vllm-diffusion bench-drafts``: one target with several drafts and with none, in one run."""
+"""``vllm-diffusion bench-drafts``: one target, served in several ways that are asked the same."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import cycle, islice
 from typing import TYPE_CHECKING
 
 from vllm_diffusion.checkpoints import DRAFTED_FAMILY, shipped_checkpoint, shipped_draft
@@ -18,17 +19,17 @@ from vllm_diffusion.cli.checkpoint import begin_serving
 from vllm_diffusion.cli.console import add_verbose, say
 from vllm_diffusion.drafting.commands.contenders import (
     DFLASH,
+    EXACT,
+    RULES,
     TINY_METHODS,
     contenders,
-    draft_method,
     named_draft,
+    named_method,
 )
-from vllm_diffusion.drafting.commands.draft_runs import Contender, Plan, Result, race
+from vllm_diffusion.drafting.commands.draft_runs import Plan, Result, race
 from vllm_diffusion.drafting.commands.draft_table import tables
-from vllm_diffusion.drafting.commands.gone_options import add_gone
 from vllm_diffusion.drafting.commands.prompt_sets import (
     TINY_TASKS,
-    Prompt,
     add_prompts,
     by_task,
     given_prompts,
@@ -39,59 +40,43 @@ from vllm_diffusion.startup.machine import working_accelerator
 if TYPE_CHECKING:
     from vllm_diffusion.cli.checkpoint import Subcommands
 
-VLLM_OPTIONS = "Other options, after these, are those of `vllm serve`: --max-model-len 4096."
+# What is small here starts sooner.
+_SMALL = ("--max-model-len", "1024", "--kv-cache-memory-bytes", str(64 * 2**20))
+_NO_PICTURES = ("--limit-mm-per-prompt", '{"image":0,"video":0,"audio":0}')
 
 
 def add_parser(subcommands: Subcommands) -> None:
     parser = subcommands.add_parser(
         "bench-drafts",
-        help="measure drafts of an autoregressive model against none",
-        description="Serve a target without a draft and with several, ask all servers the same, and compare "
-        "tokens a second, time to the first token, and what verifications kept, as the servers' own counters "
-        "have it. Without arguments: the tiny pair that comes with this package.",
-        epilog=VLLM_OPTIONS,
+        help="measure drafts against none, or a diffusion model's ways to decode",
+        description="Serve a target in several ways, ask all servers the same, and compare tokens a second, time to the "
+        "first token, and what verifications kept, as the servers' own counters have it: an autoregressive target "
+        "without a draft and with several, or a diffusion model by several of its rules. Without arguments: the tiny "
+        "pair that comes with this package. Exit status 1 if a server failed, or if answers of rules differ that are "
+        "promised to be the same.",
+        epilog="Other options, after these, are those of `vllm serve`: --max-model-len 4096.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "target",
         nargs="?",
         type=values.model,
-        help="what `vllm serve` takes; default: the tiny target",
+        help="what `vllm serve` takes; default: the tiny target, or for rules the tiny DiffusionGemma",
     )
     draft = "DFlash drafts, and METHOD=MODEL for other methods of vLLM's, such as eagle3=MODEL"
     method = (
-        "only these: dflash, adaptive (DFlash with as many tokens as pay), ngram, eagle3, draft_model, "
-        "or another of vLLM's; default: ngram, and those of --draft"
+        "only these: dflash, adaptive (DFlash with as many tokens as pay), ngram, eagle3, draft_model, or another "
+        f"of vLLM's; default: ngram, and those of --draft. Or rules of a diffusion model: {' '.join(RULES)}. With "
+        "settings: dflash,steps=2 or linear_spec,draft_length=8"
     )
-    steps = "passes over a block, each a server of its own (1; 1 2 4 for the tiny pair)"
+    concurrency = "requests at a time (1 8; for rules 1 8 32)"
     for option, read, metavar, meaning in (
         ("--draft", named_draft, "MODEL", draft),
-        ("--method", draft_method, "METHOD", method),
-        ("--steps", values.integer(), "N", steps),
+        ("--method", named_method, "METHOD", method),
+        ("--concurrency", values.integer(), "N", concurrency),
     ):
         parser.add_argument(option, nargs="+", type=read, default=[], metavar=metavar, help=meaning)
-    values.add_number(
-        parser, "--num-drafts", values.integer(), "tokens drafted where the draft has no block", 4
-    )
-    add_prompts(parser, 4, f". Default, for the tiny target alone: {TINY_TASKS}")
-    add_run_options(parser)
-    instead = "name a target: servers are started here; `vllm bench serve` measures one that runs."
-    add_gone(parser, "--base-url", instead)
-    parser.set_defaults(run=run)
-
-
-def add_run_options(parser: argparse.ArgumentParser, *requests: int) -> None:
-    """Add the options that :func:`compare` reads; by default 1 and 8 ``requests`` at a time."""
-    default = list(requests or (1, 8))
-    parser.add_argument(
-        "--concurrency",
-        "--requests",
-        nargs="+",
-        type=values.integer(),
-        default=default,
-        metavar="N",
-        help=f"requests at a time ({' '.join(map(str, default))})",
-    )
+    add_prompts(parser, 4, f". Default, for the tiny models alone: {TINY_TASKS}")
     values.add_number(parser, "--rounds", values.integer(), "that count", 3)
     values.add_number(parser, "--max-tokens", values.integer(), "of an answer", 256)
     meaning = "of the answers; above 0 they are not compared"
@@ -107,41 +92,28 @@ def add_run_options(parser: argparse.ArgumentParser, *requests: int) -> None:
     )
     add_verbose(parser)
     # What is not known here is an option of `vllm serve`.
-    parser.set_defaults(vllm_options=[])
+    parser.set_defaults(run=run, vllm_options=[])
 
 
 def run(arguments: argparse.Namespace) -> int:
     target, drafts, methods = arguments.target, arguments.draft, arguments.method
-    steps, default = arguments.steps or [1], []
+    has_rules = any(method.name in RULES for method in methods)
+    concurrencies = tuple(dict.fromkeys(arguments.concurrency)) or (1, 8, 32)[: 2 + has_rules]
+    options = arguments.vllm_options
     if target is None:
-        target, default = str(shipped_checkpoint(DRAFTED_FAMILY)), [TINY_TASKS]
-        drafts = [*drafts, (DFLASH, str(shipped_draft(DRAFTED_FAMILY)))]
-        methods = methods or TINY_METHODS
-        steps = arguments.steps or [1, 2, 4]
-        # What is small here starts sooner.
-        small = f"--max-model-len 1024 --max-num-seqs 16 --kv-cache-memory-bytes {64 * 2**20}"
-        arguments.vllm_options = [*small.split(), *arguments.vllm_options]
-    prompts = given_prompts(arguments, default)
-    entrants = contenders(drafts, methods=methods, steps=steps, num_drafts=arguments.num_drafts)
-    return compare(target, entrants, prompts, arguments)
-
-
-def compare(
-    target: str,
-    entrants: Sequence[Contender],
-    prompts: Sequence[Prompt],
-    arguments: argparse.Namespace,
-    conclude: Callable[[Sequence[Result]], str] = lambda results: "",
-) -> int:
-    """Race servers, print the tables, write what was counted, and return the exit status.
-
-    Args:
-        target: What is served.
-        entrants: The baseline first.
-        prompts: Prompts of all tasks.
-        arguments: Values of :func:`add_run_options`.
-        conclude: Makes what is printed below the tables.
-    """
+        options = [*_SMALL, "--max-num-seqs", str(max(16, *concurrencies)), *options]
+        if has_rules:
+            target, options = str(shipped_checkpoint()), [*_NO_PICTURES, *options]
+        else:
+            target = str(shipped_checkpoint(DRAFTED_FAMILY))
+            drafts = [*drafts, (DFLASH, str(shipped_draft(DRAFTED_FAMILY)))]
+            methods = methods or map(named_method, TINY_METHODS)
+    prompts = given_prompts(arguments, [] if arguments.target else [TINY_TASKS])
+    if has_rules:
+        # One task, and enough of it that as many requests run at a time as are requested.
+        num_prompts = max(*concurrencies, len(prompts))
+        prompts = [replace(each, task="all") for each in islice(cycle(prompts), num_prompts)]
+    entrants = contenders(list(methods), drafts)
     begin_serving()
     accelerator = None if forces_cpu() else working_accelerator()
     one_at_a_time = arguments.one_at_a_time
@@ -149,7 +121,7 @@ def compare(
         one_at_a_time = accelerator is not None
     plan = Plan(
         by_task(prompts),
-        tuple(dict.fromkeys(arguments.concurrency)),
+        concurrencies,
         arguments.rounds,
         arguments.max_tokens,
         arguments.temperature,
@@ -158,7 +130,7 @@ def compare(
         target,
         entrants,
         plan,
-        serve_options=arguments.vllm_options,
+        serve_options=options,
         verbose=arguments.verbose,
         one_at_a_time=one_at_a_time,
     )
@@ -173,9 +145,23 @@ def compare(
     )
     say("")
     print(f"{heading}\n\n{tables(results, plan)}")
-    if conclusion := conclude(results):
-        print(conclusion)
+    is_broken = has_rules and _differ(results, plan)
     if arguments.json is not None:
         content = {"about": heading, "results": [asdict(result) for result in results]}
         arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    return 1 if any(result.failure for result in results) else 0
+    return int(is_broken or any(result.failure for result in results))
+
+
+def _differ(results: Sequence[Result], plan: Plan) -> bool:
+    """Print whether rules that are promised to answer alike did, and return true if they did not."""
+    exact = [each for each in results if each.contender.rule in EXACT and not each.failure]
+    if plan.temperature or len(exact) < 2:
+        print(f"No answers were compared: those of {' and '.join(EXACT)} at temperature 0 are.")
+        return False
+    names = [each.contender.name for each in exact]
+    differing = [each.contender.name for each in exact if not each.answers_as(exact[0])]
+    if differing:
+        print(f"Answers DIFFER from those of {names[0]}: {', '.join(differing)}.")
+    else:
+        print(f"All answers are the same, as promised: {', '.join(names)}.")
+    return bool(differing)

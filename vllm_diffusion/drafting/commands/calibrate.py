@@ -6,7 +6,6 @@ import argparse
 import json
 import shlex
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import datetime
 from pathlib import Path
@@ -16,12 +15,9 @@ from vllm_diffusion.cli import values
 from vllm_diffusion.cli.answer import AnswerError, first_model
 from vllm_diffusion.cli.client import openai_client
 from vllm_diffusion.cli.console import CommandError, add_verbose, fail, one_line, quieten, say
-from vllm_diffusion.drafting.accepted import MARGIN
 from vllm_diffusion.drafting.commands import recalibrate, train_draft
-from vllm_diffusion.drafting.commands.bench_drafts import VLLM_OPTIONS, add_run_options, compare
-from vllm_diffusion.drafting.commands.contenders import dflash_options, draft_config
-from vllm_diffusion.drafting.commands.draft_runs import Contender, Result, verifications
-from vllm_diffusion.drafting.commands.prompt_sets import Prompt, add_prompts, answer, given_prompts
+from vllm_diffusion.drafting.commands.contenders import draft_config
+from vllm_diffusion.drafting.commands.prompt_sets import add_prompts, answer, given_prompts
 from vllm_diffusion.drafting.commands.swap_draft import add_server
 from vllm_diffusion.drafting.recording import Exchange, clear_recording, read_recording
 
@@ -37,8 +33,7 @@ def add_parser(subcommands: Subcommands) -> None:
     parser = subcommands.add_parser(
         "calibrate",
         help="train a draft on the requests of its server",
-        description="Record a server's traffic, extract its target's hidden states, train a draft, and "
-        "compare it with the old one.",
+        description="Record a server's traffic, extract its target's hidden states, and train a draft.",
     )
     steps = parser.add_subparsers(metavar="STEP", required=True)
     for add_step in (
@@ -46,7 +41,6 @@ def add_parser(subcommands: Subcommands) -> None:
         _add_collect,
         _add_extract,
         train_draft.add_parser,
-        _add_compare,
         recalibrate.add_parser,
     ):
         add_step(steps)
@@ -253,67 +247,3 @@ def _layers_of(draft: Path) -> list[int]:
             "DFlash draft, or the layers with --layer-ids."
         )
     return layers
-
-
-def _add_compare(steps: Subcommands) -> None:
-    parser = steps.add_parser(
-        "compare",
-        help="measure a new draft against the old one and against none",
-        description="Serve the target with the old draft, with the new one and with none, ask all three the "
-        "recorded prompts that are held out of training, and compare what verifications kept, and tokens "
-        "a second.",
-        epilog=VLLM_OPTIONS,
-        allow_abbrev=False,
-    )
-    parser.add_argument("target", type=values.model, help="what `vllm serve` takes")
-    _add_recording(parser)
-    for option, meaning in (
-        ("--old", "the draft that is served"),
-        ("--new", "the one that may replace it"),
-    ):
-        parser.add_argument(option, type=values.model, required=True, metavar="DRAFT", help=meaning)
-    values.add_number(parser, "--num-prompts", values.integer(), "the newest that are held out", 32)
-    add_run_options(parser)
-    parser.set_defaults(run=compare_drafts)
-
-
-def compare_drafts(arguments: argparse.Namespace) -> int:
-    exchanges = _exchanges(arguments.recording)
-    prompts = held_out_prompts(exchanges, arguments.num_prompts)
-    entrants = [
-        Contender("no draft"),
-        Contender("old", dflash_options(arguments.old), f"{arguments.old}"),
-        Contender("new", dflash_options(arguments.new), f"{arguments.new}"),
-    ]
-    say(f"{len(prompts)} prompts, held out of training, of {len(exchanges)} recorded exchanges")
-    return compare(arguments.target, entrants, prompts, arguments, conclude=_decision)
-
-
-def held_out_prompts(exchanges: Sequence[Exchange], num_prompts: int) -> list[Prompt]:
-    """Return the newest prompts of a recording that no training has seen, each once.
-
-    Raises:
-        UsageError: If there is none.
-    """
-    texts = [
-        tuple(each.prompt_token_ids)
-        for each in reversed(exchanges)
-        if each.is_held_out and each.prompt_token_ids
-    ]
-    if not texts:
-        raise values.UsageError(
-            f"argument recording: none of the {len(exchanges)} recorded exchanges is a prompt that is held out; record more "
-            "(one in ten is)."
-        )
-    return [Prompt("held out", text=text) for text in list(dict.fromkeys(texts))[:num_prompts]]
-
-
-def _decision(results: Sequence[Result]) -> str:
-    _, old, new = results
-    if old.failure or new.failure:
-        return ""
-    of_old, of_new = verifications(old.rounds), verifications(new.rounds)
-    figures = f"{of_new.tokens:.2f} tokens a verification, {of_old.tokens:.2f} of the old one"
-    if of_new.is_better_than(of_old):
-        return f"The new draft is better: {figures}."
-    return f"The new draft is not better by {100 * MARGIN:.0f} %: {figures}."

@@ -1,14 +1,15 @@
-"""Ways to draft for a target, each as the options of a server."""
+"""Ways to serve a target, each as the options of a server: with a draft, or by a rule of a diffusion model's own."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_diffusion.cli import values
 from vllm_diffusion.drafting.commands.draft_runs import Contender
+from vllm_diffusion.drafting.commands.draft_table import DIFFUSION, MIXED
 
 DFLASH, ADAPTIVE, NGRAM = "dflash", "adaptive", "ngram"
 # vLLM's methods; those of models with heads for it (MTP) have names of their own too, in _mtp.
@@ -16,78 +17,122 @@ METHODS = (
     *(DFLASH, ADAPTIVE, NGRAM, "eagle3", "draft_model"),
     *("dspark", "eagle", "mtp", "ngram_gpu", "suffix"),
 )
+# Rules of a diffusion model, in the order of the tables; the first two answer alike.
+EXACT = ("autoregressive", "linear_spec")
+RULES = (*EXACT, DIFFUSION, MIXED)
 # What the tiny pair is measured with.
-TINY_METHODS = (DFLASH, ADAPTIVE)
+TINY_METHODS = (DFLASH, "dflash,steps=2", "dflash,steps=4", ADAPTIVE)
 # Those whose tokens come from the text so far, or from the target's own heads.
 _WITHOUT_A_DRAFT = (NGRAM, "mtp", "ngram_gpu", "suffix")
+# Tokens drafted where the draft has no block.
+_NUM_DRAFTS = 4
 # What vLLM looks for in the text so far: its own default is five tokens, no less.
 _NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 
 
-def draft_method(value: str) -> str:
-    """Read a method of vLLM's to draft."""
-    if value not in METHODS and not value.endswith("_mtp"):
-        raise values.Refusal(f"{value!r} must be one of {', '.join(METHODS)}, or a name in _mtp.")
-    return value
+class Method(NamedTuple):
+    """A way to serve a target, as a command line names it.
+
+    Attributes:
+        text: As it was typed, the name of its server.
+        name: One of :data:`METHODS` or :data:`RULES`, or a name in ``_mtp``.
+        settings: For DFlash of ``drafting``, for another draft of ``--speculative-config``, for a rule
+            of ``diffusion``.
+    """
+
+    text: str
+    name: str
+    settings: dict[str, Any]
+
+
+def named_method(value: str) -> Method:
+    """Read ``NAME`` or ``NAME,SETTING=VALUE,...``.
+
+    Raises:
+        Refusal: If there is no such method, or a setting has no name or no value.
+    """
+    name, *pairs = value.split(",")
+    is_known = name in (*METHODS, *RULES) or name.endswith("_mtp")
+    split = [pair.partition("=") for pair in pairs]
+    if not is_known or not all(key and text for key, _, text in split):
+        raise values.Refusal(
+            f"{value!r} must be one of {', '.join((*METHODS, *RULES))}, or a name in _mtp, perhaps with "
+            "settings: dflash,steps=2."
+        )
+    settings: dict[str, Any] = {}
+    for key, _, text in split:
+        try:
+            settings[key] = json.loads(text)
+        except ValueError:
+            settings[key] = text
+    return Method(value, name, settings)
 
 
 def named_draft(value: str) -> tuple[str, str]:
-    """Read ``MODEL`` or ``METHOD=MODEL``, into the method, empty where none is named, and the model."""
+    """Read ``MODEL`` or ``METHOD=MODEL``, into the method, DFlash where none is named, and the model."""
     method, is_named, name = value.partition("=")
     # A path may have the sign too, a method has no slash.
     if not is_named or "/" in method:
-        return "", values.model(value)
-    return draft_method(method), values.model(name)
+        return DFLASH, values.model(value)
+    return named_method(method).name, values.model(name)
 
 
-def contenders(
-    given: Sequence[tuple[str, str]],
-    *,
-    methods: Sequence[str],
-    steps: Sequence[int],
-    num_drafts: int,
-) -> list[Contender]:
-    """Return the server without a draft, and one for every way to draft.
+def contenders(methods: Sequence[Method], given: Sequence[tuple[str, str]]) -> list[Contender]:
+    """Return servers, the one that the others are compared with first.
 
     Args:
-        given: Method, empty for DFlash, and model of each draft.
-        methods: Ways to draft; empty for all that have what they need.
-        steps: Passes of DFlash drafts.
-        num_drafts: Tokens of those without a block.
+        methods: Ways to serve the target; empty for all drafts that have what they need. Rules, or
+            drafts, to which the server without one is added.
+        given: Method and model of each draft.
 
     Raises:
-        UsageError: If a method has no draft, or a draft cannot be read.
+        UsageError: If a method has no draft, a draft cannot be read, or there are rules and drafts.
     """
+    methods = list({method.text: method for method in methods}.values())
+    rules = [method for method in methods if method.name in RULES]
+    if rules and (given or len(rules) < len(methods)):
+        raise values.UsageError(
+            f"--method {rules[0].text} is of a diffusion model, which takes no draft; measure drafts in a run "
+            "of their own."
+        )
+    if rules:
+        return [_by_rule(rule) for rule in sorted(rules, key=lambda each: RULES.index(each.name))]
     drafts: dict[str, list[str]] = {}
-    for method, model in given:
-        drafts.setdefault(method or DFLASH, []).append(model)
+    for name, model in given:
+        drafts.setdefault(name, []).append(model)
     if DFLASH in drafts:
         drafts[ADAPTIVE] = drafts[DFLASH]
     entrants = [Contender("no draft")]
-    for method in methods or dict.fromkeys((*drafts, NGRAM)):
-        if method not in drafts and method not in _WITHOUT_A_DRAFT:
-            needed = "MODEL" if method in (DFLASH, ADAPTIVE) else f"{method}=MODEL"
-            raise values.UsageError(f"--method {method} needs a draft: give --draft {needed}.")
-        models = drafts.get(method, [""])
+    for text, name, settings in methods or map(named_method, dict.fromkeys((*drafts, NGRAM))):
+        if name not in drafts and name not in _WITHOUT_A_DRAFT:
+            needed = "MODEL" if name in (DFLASH, ADAPTIVE) else f"{name}=MODEL"
+            raise values.UsageError(f"--method {name} needs a draft: give --draft {needed}.")
+        models = drafts.get(name, [""])
         for model in models:
-            name = method if len(models) < 2 else f"{method} {Path(model).name}"
-            if method == DFLASH:
-                for passes in steps:
-                    several = f", {passes} pass{'es' * (passes > 1)}" if len(steps) > 1 else ""
-                    # One pass is what stock has.
-                    settings = {"steps": passes} if passes > 1 else {}
-                    entrants.append(Contender(name + several, dflash_options(model, settings)))
-            elif method == ADAPTIVE:
-                entrants.append(Contender(name, dflash_options(model, {"adaptive": True})))
+            if name == DFLASH:
+                options = _dflash_options(model, settings)
+            elif name == ADAPTIVE:
+                options = _dflash_options(model, {"adaptive": True, **settings})
             else:
-                config = {"method": method, "num_speculative_tokens": num_drafts}
+                config = {"method": name, "num_speculative_tokens": _NUM_DRAFTS}
                 config |= {"model": model} if model else {}
-                config |= _NGRAM if method == NGRAM else {}
-                entrants.append(Contender(name, _options(config)))
+                config |= _NGRAM if name == NGRAM else {}
+                options = ("--speculative-config", json.dumps(config | settings))
+            server = text if len(models) < 2 else f"{text} {Path(model).name}"
+            entrants.append(Contender(server, options))
     return entrants
 
 
-def dflash_options(model: str, settings: dict[str, Any] | None = None) -> tuple[str, ...]:
+def _by_rule(method: Method) -> Contender:
+    """Return the server of a rule; one without a rule has the model's own."""
+    text, rule, settings = method
+    chosen: dict[str, dict[str, Any]] = {DIFFUSION: {}, MIXED: {"rules": "all"}}
+    section = chosen.get(rule, {"rule": rule}) | settings
+    options = ("--additional-config", json.dumps({"diffusion": section})) if section else ()
+    return Contender(text, options, rule, ("", *EXACT) if rule == MIXED else ("",))
+
+
+def _dflash_options(model: str, settings: dict[str, Any]) -> tuple[str, ...]:
     """Return options of ``vllm serve`` for a DFlash draft and the whole of its blocks.
 
     Args:
@@ -106,15 +151,9 @@ def dflash_options(model: str, settings: dict[str, Any] | None = None) -> tuple[
             "a draft of another method is given as METHOD=MODEL."
         )
     speculative = {"method": DFLASH, "num_speculative_tokens": block_size - 1, "model": model}
-    return _options(speculative, settings)
-
-
-def _options(
-    speculative: dict[str, Any], drafting: dict[str, Any] | None = None
-) -> tuple[str, ...]:
     options = ["--speculative-config", json.dumps(speculative)]
-    if drafting:
-        options += ["--additional-config", json.dumps({"drafting": drafting})]
+    if settings:
+        options += ["--additional-config", json.dumps({"drafting": settings})]
     return tuple(options)
 
 

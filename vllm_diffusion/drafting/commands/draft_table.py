@@ -10,7 +10,7 @@ from vllm_diffusion.drafting.accepted import Verifications
 from vllm_diffusion.drafting.commands.draft_runs import Plan, Result, Round, verifications
 
 _NOT_KNOWN = "-"
-# Rule of denoised canvases, as `bench-ways` calls a model's own; the others verify each token.
+# A diffusion model's own rule, and all of its rules by turns; its others verify each token.
 DIFFUSION, MIXED = "diffusion", "mixed"
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_diffusion.cli import values
 from vllm_diffusion.cli.answer import AnswerError, reason
 from vllm_diffusion.cli.values import UsageError
-from vllm_diffusion.drafting.commands.gone_options import add_gone
+from vllm_diffusion.drafting.recording import read_recording
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Held-out questions of the shipped checkpoints' tasks, and others; examples/checkpoints/write_tiny_tasks.py writes it.
 TINY_TASKS_FILE = Path(__file__).resolve().parents[2] / "checkpoints" / "tiny_tasks.jsonl"
 TINY_TASKS = "tiny-tasks"
-_WHAT = f"a file of JSON lines, or {TINY_TASKS}"
+_WHAT = f"a file of JSON lines, the folder of a recording, or {TINY_TASKS}"
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,9 @@ def add_prompts(parser: argparse.ArgumentParser, num_prompts: int, default: str 
         nargs="+",
         metavar="FILE",
         help='JSON lines with "prompt" (text or token ids to go on with) or "messages", and perhaps '
-        f'"task"; or {TINY_TASKS}{default}',
+        f'"task"; the folder of a recording, for its held-out prompts; or {TINY_TASKS}{default}',
     )
     values.add_number(parser, "--num-prompts", values.integer(), "of each task", num_prompts)
-    instead = """give the server --default-chat-template-kwargs '{"enable_thinking": false}'."""
-    add_gone(parser, "--thinking", instead)
 
 
 def given_prompts(arguments: argparse.Namespace, default: Sequence[str] = ()) -> list[Prompt]:
@@ -76,12 +74,14 @@ def given_prompts(arguments: argparse.Namespace, default: Sequence[str] = ()) ->
 
 
 def read_prompts(source: str, num_prompts: int, seed: int = 0) -> list[Prompt]:
-    """Draw at most ``num_prompts`` of each task of a source, by ``seed``.
+    """Draw at most ``num_prompts`` of each task of a file, by ``seed``, or the newest of a recording.
 
     Raises:
         UsageError: If the source is not there, or a line of it is no prompt.
     """
     path = TINY_TASKS_FILE if source == TINY_TASKS else Path(source)
+    if path.is_dir():
+        return _held_out_prompts(path, num_prompts)
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -102,6 +102,29 @@ def read_prompts(source: str, num_prompts: int, seed: int = 0) -> list[Prompt]:
         for theirs in by_task(prompts).values()
         for prompt in rng.sample(theirs, min(num_prompts, len(theirs)))
     ]
+
+
+def _held_out_prompts(recording: Path, num_prompts: int) -> list[Prompt]:
+    """Return the newest prompts of a recording that no training has seen, each once.
+
+    Raises:
+        UsageError: If there is none.
+    """
+    try:
+        exchanges = read_recording(recording).exchanges
+    except ValueError as error:
+        raise UsageError(f"--data {error}") from None
+    texts = [
+        tuple(each.prompt_token_ids)
+        for each in reversed(exchanges)
+        if each.is_held_out and each.prompt_token_ids
+    ]
+    if not texts:
+        raise UsageError(
+            f"--data {recording}: none of {len(exchanges)} recorded exchanges is a prompt that is held out of "
+            "training; record more (one in ten is)."
+        )
+    return [Prompt("held out", text=text) for text in list(dict.fromkeys(texts))[:num_prompts]]
 
 
 def by_task(prompts: Iterable[Prompt]) -> dict[str, list[Prompt]]:

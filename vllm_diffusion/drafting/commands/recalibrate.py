@@ -26,12 +26,7 @@ from vllm_diffusion.cli.client import ServerError, read_metrics
 from vllm_diffusion.cli.console import CommandError, say
 from vllm_diffusion.cli.server import process_tree
 from vllm_diffusion.drafting.accepted import MARGIN
-from vllm_diffusion.drafting.commands.swap_draft import (
-    add_server,
-    add_verifications_gone,
-    ask_draft,
-    swap,
-)
+from vllm_diffusion.drafting.commands.swap_draft import add_server, ask_draft, swap
 from vllm_diffusion.drafting.commands.train_draft import add_device
 from vllm_diffusion.drafting.recording import read_recording
 
@@ -169,7 +164,6 @@ def add_parser(steps: Subcommands) -> None:
     ):
         values.add_number(parser, option, read, meaning, default, "X")
     add_device(parser)
-    add_verifications_gone(parser)
     values.add_number(parser, "--rounds", count, "end after so many (default: go on)")
     parser.set_defaults(run=run, vllm_options=[])
 

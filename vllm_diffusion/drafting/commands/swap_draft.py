@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from vllm_diffusion.cli import values
 from vllm_diffusion.cli.client import KEY_VARIABLE, ServerError, ask
 from vllm_diffusion.cli.console import table
-from vllm_diffusion.drafting.commands.gone_options import add_gone
 from vllm_diffusion.drafting.swap import PATH
 
 if TYPE_CHECKING:
@@ -71,9 +70,6 @@ def add_parser(subcommands: Subcommands) -> None:
         "draft", nargs="?", type=values.path, help="folder of the new draft, for the server"
     )
     add_server(parser)
-    add_gone(parser, "--roll-back", "swap to the folder of the old draft.")
-    add_gone(parser, "--wait", "a draft that was taken is served at once, and stays.")
-    add_verifications_gone(parser)
     parser.set_defaults(run=run)
 
 
@@ -87,14 +83,6 @@ def add_server(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help=f"of the server; better in {KEY_VARIABLE}, since other users of a machine can read arguments",
     )
-
-
-def add_verifications_gone(parser: argparse.ArgumentParser) -> None:
-    """Refuse the option that set when a server judges a new draft."""
-    instead = (
-        "servers judge no drafts; `calibrate online` and `calibrate compare` do before a swap."
-    )
-    add_gone(parser, "--verifications", instead)
 
 
 def run(arguments: argparse.Namespace) -> int:

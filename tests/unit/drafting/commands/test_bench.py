@@ -26,7 +26,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> Bench:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(server.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(checkpoint, "ENDING_SIGNALS", ())
-    monkeypatch.setattr(contenders, "METHODS", METHODS)
+    monkeypatch.setattr(contenders, "METHODS", (*METHODS, "dflash"))
     monkeypatch.setattr(contenders, "_WITHOUT_A_DRAFT", METHODS)
     Path("data.jsonl").write_text(
         '{"task": "talk", "messages": [{"role": "user", "content": "One?"}]}\n'
@@ -86,18 +86,18 @@ def test_bench_drafts(bench: Bench, tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.log"))) == 1
 
 
-def test_bench_ways(bench: Bench) -> None:
-    """Answers that differ where they may not end the command with status 1, and are said in one line."""
-    words = ("bench-ways", "model", "--data", "data.jsonl", "--requests", "1", *ONCE)
-    status, out, _ = bench(*words, "--ways", "linear_spec,draft_length=8", "autoregressive")
+def test_rules(bench: Bench) -> None:
+    """Answers that differ although they are promised to be the same are named in the last line, with status 1."""
+    words = ("bench-drafts", "model", "--data", "data.jsonl", "--concurrency", "1", *ONCE)
+    status, out, _ = bench(*words, "--method", "linear_spec,draft_length=8", "autoregressive")
     assert status == 1
     # What its server counts of the ten tokens of an answer.
     assert re.search(r"^  linear_spec\S+ .* 1\.50 +0\.50 +1\.60 +NO$", out, re.M), out
     assert out.endswith(
         "Answers DIFFER from those of autoregressive: linear_spec,draft_length=8.\n"
     )
-    # Of one way alone nothing is promised.
-    status, out, _ = bench(*words, "--ways", "linear_spec")
+    # Of one rule alone nothing is promised.
+    status, out, _ = bench(*words, "--method", "linear_spec")
     assert status == 0
     assert "No answers were compared" in out
 
@@ -106,8 +106,8 @@ def test_requests_of_a_mixture(bench: Bench) -> None:
     """The requests of a server of all ways choose each by turns, and what they answer is compared with nothing."""
     prompts = [f'{{"prompt": [{n}]}}\n' for n in range(4)]
     Path("four.jsonl").write_text("".join(prompts))
-    words = ("bench-ways", "model", "--data", "four.jsonl", "--requests", "1", *ONCE)
-    status, out, _ = bench(*words, "--ways", "mixed")
+    words = ("bench-drafts", "model", "--data", "four.jsonl", "--concurrency", "1", *ONCE)
+    status, out, _ = bench(*words, "--method", "mixed")
     assert status == 0
     assert re.search(r"^  mixed +[\d.]+ +1\.00 ", out, re.M), out
     chosen = [
@@ -117,29 +117,28 @@ def test_requests_of_a_mixture(bench: Bench) -> None:
     assert chosen == [None, "autoregressive", "linear_spec", None] * 2
 
 
-@pytest.mark.parametrize(("old", "new"), [("worse", "drafts"), ("drafts", "worse")])
-def test_compare(old: str, new: str, bench: Bench) -> None:
-    """Held-out prompts as token ids; a draft is better whose server counts 2 % more."""
+def test_two_drafts_on_a_recording(bench: Bench) -> None:
+    """Drafts are told apart by their folders, and asked the newest held-out prompts of a recording, each once."""
     # Every prompt came twice.
     lines = [
         json.dumps({"prompt_token_ids": [n, n + 1], "output_token_ids": [3], "time": time})
         for time, n in enumerate([*range(200)] * 2)
     ]
-    Path("recording.jsonl").write_text("\n".join(lines))
-    for name in (old, new):
+    Path("recording").mkdir()
+    Path("recording/engine0-00000000.jsonl").write_text("\n".join(lines))
+    for name in ("worse", "drafts"):
         Path(name).mkdir()
         Path(name, "config.json").write_text('{"block_size": 8}')
-    words = ("recording.jsonl", "--old", old, "--new", new, "--num-prompts", 8, "--concurrency", 1)
-    status, out, err = bench("calibrate", "compare", "model", *words, *ONCE)
+    words = ("--method", "dflash", "--draft", "worse", "drafts", "--concurrency", 1, *ONCE)
+    words += ("--data", "recording", "--num-prompts", 8)
+    status, out, _ = bench("bench-drafts", "model", *words)
     assert status == 0
-    assert "8 prompts, held out of training, of 400 recorded exchanges" in err
-    # The newest of them, each once.
-    newest = reversed(read_recording(Path("recording.jsonl")).exchanges)
+    newest = reversed(read_recording(Path("recording")).exchanges)
     held_out = dict.fromkeys(tuple(e.prompt_token_ids) for e in newest if e.is_held_out)
     asked = [tuple(request["prompt"]) for request in fake_server.asked("plain")]
     assert asked == [*held_out][:8] * 2
-    decision = {"drafts": "better: 4.50", "worse": "not better by 2 %: 1.00"}[new]
-    assert f"The new draft is {decision} tokens a verification, " in out
+    for name, tokens in (("worse", "1.00"), ("drafts", "4.50")):
+        assert re.search(rf"^  dflash {name} .* {tokens} +\w+$", out, re.M), out
 
 
 def test_collect(bench: Bench) -> None:
@@ -172,16 +171,35 @@ def test_given_drafts(tmp_path: Path) -> None:
         (tmp_path / name / "config.json").write_text(json.dumps({"block_size": block}))
     given = [str(tmp_path / "old"), str(tmp_path / "new"), "eagle3=a/b", "mtp=d"]
     drafts = [contenders.named_draft(each) for each in given]
-    entrants = contenders.contenders(drafts, methods=[], steps=[1], num_drafts=3)
+    entrants = contenders.contenders([], drafts)
     assert {
         entrant.name: json.loads(entrant.options[1])["num_speculative_tokens"]
         for entrant in entrants[1:]
     } == {
         "dflash old": 7,
         "dflash new": 15,
-        "eagle3": 3,
-        "mtp": 3,
+        "eagle3": 4,
+        "mtp": 4,
         "adaptive old": 7,
         "adaptive new": 15,
-        "ngram": 3,
+        "ngram": 4,
     }
+
+
+def test_settings_of_methods(tmp_path: Path) -> None:
+    """A method's settings go where its server reads them: ``drafting`` of DFlash, else the speculative configuration."""
+    (tmp_path / "config.json").write_text('{"block_size": 8}')
+    texts = (
+        "dflash",
+        "dflash,steps=2,order=position",
+        "adaptive",
+        "ngram,num_speculative_tokens=8",
+    )
+    methods = [contenders.named_method(each) for each in texts]
+    plain, passes, adaptive, ngram = contenders.contenders(
+        [*methods, methods[0]], [("dflash", str(tmp_path))]
+    )[1:]
+    assert plain.options == passes.options[:2]
+    assert json.loads(passes.options[3]) == {"drafting": {"steps": 2, "order": "position"}}
+    assert json.loads(adaptive.options[3]) == {"drafting": {"adaptive": True}}
+    assert json.loads(ngram.options[1])["num_speculative_tokens"] == 8
