@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jsonschema
 import pytest
+import torch
+from torch import Tensor
 
 from tests.support.engine import TracedEngine
 from tests.support.families import run
@@ -30,21 +34,55 @@ def request(parts: Sequence[Part], **more: Any) -> dict[str, Any]:
     return {"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}, **more}
 
 
-def expected(model: MinerU, parts: Sequence[Part]) -> tuple[list[int], list[int]]:
-    """The prompt as the model gets it, and the tokens of the loop."""
+class Expected(NamedTuple):
+    """What the loop does with a prompt.
+
+    Attributes:
+        prompt: The prompt as the model gets it.
+        tokens: The tokens of the loop.
+        logprobs: [num_tokens, vocab_size], float32: of each token's position in the step that revealed it.
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: Tensor
+
+
+def expected(model: MinerU, parts: Sequence[Part]) -> Expected:
     prompt: list[int] = []
     for part in parts:
         prompt += part if isinstance(part, list) else [IMAGE_ID] * num_tokens(part)
     pictures = [part for part in parts if not isinstance(part, list)]
+    seeing = run.suppress(model.seeing(pictures), [MASK_ID])
+    # Of each denoise step, by the length of its sequence: blocks differ in it.
+    steps: dict[int, list[Tensor]] = {}
+
+    def recording(ids: Tensor, visible: Tensor) -> Tensor:
+        logits = seeing(ids, visible)
+        steps.setdefault(len(ids), []).append(logits)
+        return logits
+
     found = generate(
-        run.suppress(model.seeing(pictures), [MASK_ID]),
+        recording,
         prompt,
         mask_id=MASK_ID,
         gen_length=WANTED.max_tokens,
         temperature=0,
         confidence_threshold=WANTED.threshold,
     )
-    return prompt, found.tokens
+    rows = []
+    for at, step in enumerate(found.revealed):
+        block_end = min((at // model.block_length + 1) * model.block_length, WANTED.max_tokens)
+        rows.append(steps[len(prompt) + block_end][step][len(prompt) + at])
+    return Expected(prompt, found.tokens, torch.stack(rows).log_softmax(-1))
+
+
+def assert_logprobs(reported: Sequence[Any], logprobs: Tensor) -> None:
+    """Every reported token has its log-probability of these [num_tokens, vocab_size]."""
+    for row, each in zip(reported, logprobs.tolist(), strict=True):
+        assert {token: one.logprob for token, one in row.items()} == pytest.approx(
+            {token: each[token] for token in row}, abs=2e-4
+        )
 
 
 def text(length: int, seed: int) -> list[int]:
@@ -78,9 +116,57 @@ def test_pictures(tmp_path: Path, is_asynchronous: bool, budget: int) -> None:
             [request(parts) for parts in PROMPTS], WANTED.sampling_params(), use_tqdm=False
         )
     for parts, output in zip(PROMPTS, outputs, strict=True):
-        prompt, tokens = expected(model, parts)
+        prompt, tokens, _ = expected(model, parts)
         assert list(output.prompt_token_ids) == prompt
         assert list(output.outputs[0].token_ids) == tokens
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_log_probabilities_and_a_schema(tmp_path: Path, is_asynchronous: bool) -> None:
+    """Each token that follows pictures has the log-probability of the step that revealed it, among the likeliest,
+    and in the same batch answers to other pictures are JSON of one schema, in other words."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    model = mineru()
+    schema = {
+        "type": "object",
+        "properties": {
+            "title": {"type": "string", "pattern": "^[a-z]{6}$"},
+            "pages": {"type": "integer", "minimum": 1, "maximum": 99},
+        },
+        "required": ["title", "pages"],
+        "additionalProperties": False,
+    }
+    held = WANTED.sampling_params(
+        max_tokens=96,
+        detokenize=True,
+        ignore_eos=False,
+        structured_outputs=StructuredOutputsParams(json=schema),
+    )
+    reported = WANTED.sampling_params(logprobs=2)
+    # Only their pictures differ.
+    pages = [[text(9, 1), picture(40, 24, seed), text(12, 2)] for seed in range(3)]
+    options = {"async_scheduling": is_asynchronous}
+    with TracedEngine(model.save(tmp_path), **OPTIONS, **options) as engine:
+        outputs = engine.llm.generate(
+            [request(parts) for parts in [*PROMPTS, *pages]],
+            [*[reported] * len(PROMPTS), *[held] * len(pages)],
+            use_tqdm=False,
+        )
+        tokenizer = engine.llm.get_tokenizer()
+    free, constrained = outputs[: len(PROMPTS)], outputs[len(PROMPTS) :]
+    for parts, output in zip(PROMPTS, free, strict=True):
+        _, tokens, logprobs = expected(model, parts)
+        assert list(output.outputs[0].token_ids) == tokens
+        assert_logprobs(output.outputs[0].logprobs, logprobs)
+    # Their texts begin with what the prompt's last bytes leave of a character.
+    answers = [
+        tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True)
+        for output in constrained
+    ]
+    for answer in answers:
+        jsonschema.validate(json.loads(answer), schema)
+    assert len(set(answers)) == len(answers)
 
 
 @pytest.mark.parametrize("is_asynchronous", [False, True], ids=["synchronous", "asynchronous"])
@@ -104,7 +190,7 @@ def test_pictures_that_share_a_block(tmp_path: Path, is_asynchronous: bool) -> N
             [request(parts) for parts in prompts], WANTED.sampling_params(), use_tqdm=False
         )
     for parts, output in zip(prompts, outputs, strict=True):
-        assert list(output.outputs[0].token_ids) == expected(model, parts)[1]
+        assert list(output.outputs[0].token_ids) == expected(model, parts).tokens
 
 
 @pytest.mark.parametrize("is_asynchronous", [False, True], ids=["synchronous", "asynchronous"])
@@ -120,8 +206,8 @@ def test_pictures_of_preempted_requests(tmp_path: Path, is_asynchronous: bool) -
         tokenizer = engine.llm.get_tokenizer()
         requests = [request(parts) for parts in PROMPTS]
         params = [WANTED.sampling_params(logprobs=1) for _ in PROMPTS]
-        answers = [expected(model, parts)[1] for parts in PROMPTS]
-        stop = tokenizer.decode(answers[0])[-4:]
+        answers = [expected(model, parts) for parts in PROMPTS]
+        stop = tokenizer.decode(answers[0].tokens)[-4:]
         requests += [requests[0], requests[1]]
         params += [
             WANTED.sampling_params(detokenize=True, stop=[stop]),
@@ -135,12 +221,12 @@ def test_pictures_of_preempted_requests(tmp_path: Path, is_asynchronous: bool) -
         outputs = engine.llm.generate(requests, params, use_tqdm=False)
         assert engine.preempted
     *whole, stopped, held = [output.outputs[0] for output in outputs]
-    for tokens, output in zip(answers, whole, strict=True):
-        assert list(output.token_ids) == tokens
-        assert all(t in row for t, row in zip(tokens, output.logprobs, strict=True))
+    for answer, output in zip(answers, whole, strict=True):
+        assert list(output.token_ids) == answer.tokens
+        assert_logprobs(output.logprobs, answer.logprobs)
     assert stopped.finish_reason == "stop"
     assert stop not in stopped.text
-    assert list(stopped.token_ids) == answers[0]
+    assert list(stopped.token_ids) == answers[0].tokens
     # Its text begins with what the prompt's last bytes leave of a character.
     assert re.fullmatch("[ab]{9}", tokenizer.decode(held.token_ids, skip_special_tokens=True))
 
@@ -156,7 +242,7 @@ def test_shared_prefixes(tmp_path: Path) -> None:
             """Tokens of it that are in the cache; its answer is the one that it gets alone."""
             params = WANTED.sampling_params()
             (output,) = engine.llm.generate([request(parts)], params, use_tqdm=False)
-            assert list(output.outputs[0].token_ids) == expected(model, parts)[1]
+            assert list(output.outputs[0].token_ids) == expected(model, parts).tokens
             return int(output.num_cached_tokens)
 
         # Blocks end at 32, 64, ...; the picture begins at 60, in a block that begins before it.
