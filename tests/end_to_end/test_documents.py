@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import base64
 import io
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 
 from tests.robustness.requests import picture as data_url
@@ -72,6 +78,42 @@ def test_pages(server: Server) -> None:
         temperature=0,
     )
     assert tokens == found.tokens
+
+
+def test_json_of_a_page(server: Server) -> None:
+    """An answer to a picture is JSON of the schema of ``response_format``."""
+    schema = {
+        "type": "object",
+        "properties": {"total": {"type": "integer", "minimum": 0, "maximum": 999}},
+        "required": ["total"],
+        "additionalProperties": False,
+    }
+    named = {"type": "json_schema", "json_schema": {"name": "invoice", "schema": schema}}
+    choice = ask(server, [data_url(80, 56)], response_format=named).json()["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    jsonschema.validate(json.loads(choice["message"]["content"]), schema)
+
+
+def test_example(server: Server, tmp_path: Path) -> None:
+    """``examples/documents.py`` prints what the model reads on the page that it draws, and on one in a file."""
+    from PIL import Image
+
+    Image.new("RGBA", (300, 200), "white").save(tmp_path / "page.png")
+    asked = ["--url", f"{server.url}/v1", "--model", MODEL]
+    drawn, blank = (
+        subprocess.run(
+            [sys.executable, "examples/documents.py", *asked, *files],
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+            env={**os.environ, "OPENAI_API_KEY": "none"},
+        ).stdout
+        for files in ([], [str(tmp_path / "page.png")])
+    )
+    # Random weights say something else of each picture.
+    assert len({drawn.strip(), blank.strip(), ""}) == 3
 
 
 @pytest.mark.parametrize(
