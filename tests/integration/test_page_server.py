@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from PIL import Image
 from playwright.sync_api import Page, expect
 
 from tests.support.checkpoints import SHIPPED
+from tests.support.families.mineru_model import mineru
 from tests.support.page_browser import MARKS, ask, cells, connect, counter
 from vllm_diffusion.cli.client import read_metrics, totals
 from vllm_diffusion.cli.server import Server
@@ -21,22 +23,28 @@ from vllm_diffusion.cli.server import Server
 # A server of its own, before which the page does what it does before a stub (``test_page.py``).
 pytestmark = [*MARKS, pytest.mark.slow]
 SERVE = (
-    *(str(SHIPPED), "--port", "{port}", "--served-model-name", "tiny", "--enforce-eager"),
+    *("--port", "{port}", "--served-model-name", "tiny", "--enforce-eager"),
     *("--max-model-len", "512", "--max-num-seqs", "2", "--kv-cache-memory-bytes", "67108864"),
     *("--limit-mm-per-prompt", '{"image": 1, "video": 0, "audio": 0}'),
-    *("--additional-config", '{"diffusion": {"rules": "all"}}'),
 )
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    command = [sys.executable, "-m", "vllm_diffusion.cli.main", "serve-page", *SERVE]
+@contextmanager
+def serving(checkpoint: Path, *options: str) -> Iterator[Server]:
+    program = [sys.executable, "-m", "vllm_diffusion.cli.main", "serve-page"]
+    command = [*program, str(checkpoint), *SERVE, *options]
     with pytest.MonkeyPatch.context() as patch:
         # What only the tests' own process needs.
         for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "TRITON_INTERPRET", "VLLM_LOGGING_LEVEL"):
             patch.delenv(name, raising=False)
         with Server(command, report=print, timeout=600) as running:
             yield running
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving(SHIPPED, "--additional-config", '{"diffusion": {"rules": "all"}}') as running:
+        yield running
 
 
 def chunks_of(server: Server, prompt: str, **settings: Any) -> list[dict[str, Any]]:
@@ -151,6 +159,28 @@ def test_ways_system_prompt_and_picture(
     ask(page, "What is 7+8?")
     assert prompt_tokens(server) - counted > alone + 16
     expect(page.get_by_role("alert")).to_have_text("")
+
+
+def test_picture_of_a_masked_family(new_page: Callable[..., Page], tmp_path: Path) -> None:
+    """The page hands a picture to MinerU-Diffusion too, and shows which tokens of a block each step decides."""
+    picture = tmp_path / "page.png"
+    # Of 70 tokens.
+    Image.new("RGB", (80, 56), "red").save(picture)
+    with serving(mineru().save(tmp_path / "mineru"), "--max-model-len", "256") as server:
+        page = new_page(f"{server.url}/diffusion/")
+        connect(page, server.api_key)
+        ask(page, "Text Recognition:")
+        alone = prompt_tokens(server)
+        page.get_by_role("button", name="New chat").click()
+        page.get_by_label("Picture", exact=True).set_input_files(picture)
+        ask(page, "Text Recognition:")
+        assert prompt_tokens(server) == 2 * alone + 70
+        expect(page.get_by_role("alert")).to_have_text("")
+        kept = page.locator(".canvas .cell.kept")
+        expect(kept).to_have_count(len(cells(page)))
+        page.get_by_role("slider", name="Step").focus()
+        page.keyboard.press("Home")
+        assert 0 < kept.count() < len(cells(page))
 
 
 def emitted(server: Server, way: str) -> float:
