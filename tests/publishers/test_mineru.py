@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from tests.publishers import checkout, modules_of, without_mask
 from tests.support.engine import TracedEngine
 from tests.support.families.mineru_model import (
     IMAGE_ID,
+    MinerU,
     mineru,
     num_tokens,
     picture,
@@ -31,16 +35,12 @@ def likeliest(logits: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
     return tokens, probabilities.gather(-1, tokens[..., None])[..., 0]
 
 
-@pytest.mark.parametrize("sharpness", [3.0, 8.0])
-def test_mineru(sharpness: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its modelling file: lengths of prompts, thresholds, steps and pictures of several sizes."""
-    from vllm import SamplingParams
-
+def publishers_body(toy: MinerU, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Its class with the toy's weights, which takes the likeliest tokens and never the mask."""
     monkeypatch.setattr(
         transformers.modeling_rope_utils, "rope_config_validation", lambda _: None, raising=False
     )
     load = modules_of(checkout("MinerU-Diffusion") / "mineru_diffusion", "publisher_mineru")
-    toy = mineru(sharpness=sharpness)
     own = ("architectures", "auto_map", "model_type", "torch_dtype")
     fields = {name: value for name, value in toy.config.items() if name not in own}
     fields["text_config"] |= {"pad_token_id": 0}
@@ -52,6 +52,16 @@ def test_mineru(sharpness: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         lambda module, inputs, output: without_mask(output)
     )
     monkeypatch.setattr(body.language_model, "sample_with_temperature_topk_topp", likeliest)
+    return body
+
+
+@pytest.mark.parametrize("sharpness", [3.0, 8.0])
+def test_mineru(sharpness: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its modelling file: lengths of prompts, thresholds, steps and pictures of several sizes."""
+    from vllm import SamplingParams
+
+    toy = mineru(sharpness=sharpness)
+    body = publishers_body(toy, monkeypatch)
     pictures = [picture(40, 24, 1), picture(80, 56, 2), picture(24, 64, 3)]
     requests, params, expected = [], [], []
     for length, num_pictures, threshold, steps in (
@@ -100,3 +110,63 @@ def test_mineru(sharpness: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         outputs = engine.llm.generate(requests, params, use_tqdm=False)
     assert [list(output.outputs[0].token_ids) for output in outputs] == expected
     assert len({token for tokens in expected for token in tokens}) > VOCAB_SIZE // 8
+
+
+def test_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its runner, whose loop is the class's, prints for a picture's file what a chat is answered: with its
+    processor, its arguments of ``generate`` and its strings that end an answer."""
+    from transformers import PreTrainedTokenizerFast
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from vllm import SamplingParams
+
+    root = checkout("MinerU-Diffusion")
+    toy = mineru(sharpness=8.0)
+    folder = toy.save(tmp_path / "toy")
+    # Tokens under the published names, among them one that these weights often write, so that answers end.
+    names = {"mask": "<|MASK|>", "eos": "<|endoftext|>", "unused35": "<|im_end|>"}
+    names["|image|"] = "<|image_pad|>"
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        text = (folder / file).read_text()
+        for name, published in names.items():
+            text = text.replace(f"<{name}>", published)
+        (folder / file).write_text(text)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    body = publishers_body(toy, monkeypatch)
+    load = modules_of(root / "mineru_diffusion", "publisher_mineru")
+    processor = load("processing_mineru_diffusion").MinerUDiffusionProcessor(
+        Qwen2VLImageProcessorPil.from_pretrained(folder), tokenizer
+    )
+    # Which transformers 5 does not take from that class.
+    processor.chat_template = tokenizer.chat_template
+    # The runner prints in colours with it, and is not to print here.
+    monkeypatch.setitem(sys.modules, "termcolor", SimpleNamespace(cprint=lambda *_, **__: None))
+    runner = modules_of(root / "engines" / "hf", "publisher_mineru_runner")("runner")
+    for name, made in (("Tokenizer", tokenizer), ("Processor", processor), ("Model", body)):
+        loaded = SimpleNamespace(from_pretrained=lambda *_, made=made, **__: made)
+        monkeypatch.setattr(runner, f"Auto{name}", loaded)
+    expected: list[str] = []
+    monkeypatch.setattr(runner, "_print_response", lambda text, seconds: expected.append(text))
+    parser = argparse.ArgumentParser()
+    runner.add_arguments(parser)
+    chats = []
+    for i, (task, prompt) in enumerate(runner.TASK_PROMPTS.items()):
+        page, file = picture(40 + 8 * i, 24, i), tmp_path / f"{task}.png"
+        page.save(file)
+        options = {"model-path": folder, "image-path": file, "prompt-type": task, "gen-length": 96}
+        options |= {"device": "cpu", "dtype": "float32"}
+        runner.run(parser.parse_args([f"--{name}={value}" for name, value in options.items()]))
+        parts = [{"type": "image_pil", "image_pil": page}, {"type": "text", "text": prompt}]
+        system = {"role": "system", "content": runner.SYSTEM_PROMPT}
+        chats.append([system, {"role": "user", "content": parts}])
+    params = SamplingParams(
+        temperature=0, max_tokens=96, skip_special_tokens=False, stop=list(runner.STOP_STRINGS)
+    )
+    with TracedEngine(folder, max_model_len=512, limit_mm_per_prompt={"image": 1}) as engine:
+        outputs = [output.outputs[0] for output in engine.llm.chat(chats, params, use_tqdm=False)]
+    assert {output.finish_reason for output in outputs} == {"stop", "length"}
+    for output, text in zip(outputs, expected, strict=True):
+        # vLLM's text is made token by token, which differs where bytes are no characters.
+        answer = tokenizer.decode(output.token_ids)
+        for end in runner.STOP_STRINGS:
+            answer = answer.partition(end)[0]
+        assert answer.strip() == text
