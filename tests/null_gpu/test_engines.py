@@ -21,6 +21,8 @@ SERVE = "tests.null_gpu.engine_cases:serve"
 FAMILIES = [name for name in CASES if name not in ("llada2.0", "llada2.1", "sdar-block-32")]
 FAMILIES.append("dream")
 WHOLE_SEQUENCES = ("llada", "llada-moe", "illada", "dream")
+# A pass of whole sequences, and one whose rows arrive as embeddings, for pictures.
+STEADY = ("llada", "mineru")
 # One for each layout but DiffusionGemma's, and the rows that it rounds up to.
 LAYOUTS = {"sdar": 4, "llada2.2": 32, "nemotron": 1, "fast-dllm": 32}
 # What their starts have besides a server's defaults.
@@ -76,11 +78,11 @@ def test_a_family_starts_captured(null_gpu, tmp_path, family):
         model=str(folder),
         options=options,
         kinds=["plain"],
-        steady=["plain"] if family == "llada" else [],
+        steady=["plain"] if family in STEADY else [],
         every_row=family in LAYOUTS,
     )
     found = outcome.checked()
-    if family == "llada":
+    if family in STEADY:
         baselines.check(f"a steady pass on the null GPU, {family}", found["steady"])
     if family in LAYOUTS:
         assert_every_row(found["every_row"], LAYOUTS[family])
