@@ -106,7 +106,6 @@ def start(options: argparse.Namespace, steps: int, layers: int | None = None, **
         language_model_only=True,
         moe_backend=options.moe,
         linear_backend=options.linear,
-        additional_config={"diffusion": {"self_check": "off"}},
         **engine,
     )
 

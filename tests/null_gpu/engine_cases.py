@@ -6,8 +6,6 @@ the host reads how many tokens a request emits, the cases say it: memory that no
 
 from __future__ import annotations
 
-import json
-import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
@@ -19,7 +17,6 @@ from unittest.mock import patch
 
 import numpy as np
 
-from tests.support.kernel_stand_ins import COMMAND
 from tests.support.null_gpu.counts import counts_of, summary
 from tests.support.null_gpu.forks import RUNTIME
 
@@ -77,35 +74,10 @@ def start(model: str, **options: Any) -> Any:
         "gpu_memory_utilization": 0.1,
         "limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0},
     }
-    options = small | options | {"additional_config": left_unchecked(options)}
+    options = small | options
     as_served = SimpleNamespace(LLM_CLASS=UsageContext.OPENAI_API_SERVER)
     with patch.object(llm, "UsageContext", as_served):
         return LLM(model, **options)
-
-
-def left_unchecked(options: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a start without a self-check, unless they say something of it: every kernel is wrong here."""
-    given = dict(options.get("additional_config") or {})
-    diffusion = given.get("diffusion", {})
-    if "drafting" not in given and diffusion.get("rule") != "autoregressive":
-        given["diffusion"] = {"self_check": "off"} | diffusion
-    return given
-
-
-def serve_checked(model: str, options: dict[str, Any], fates: dict[str, str]) -> dict[str, Any]:
-    """Start an engine whose kernels are as stand-ins say, and send requests of every kind.
-
-    Args:
-        model: Folder of the checkpoint.
-        options: Of the engine.
-        fates: Part of a case's name -> how it fails.
-    """
-    from vllm_diffusion.kernel_choice import process
-
-    process.COMMAND = COMMAND
-    os.environ["STAND_INS"] = json.dumps(fates)
-    checked = {"additional_config": {"diffusion": {"self_check": "always"}}}
-    return serve(model, options | checked, list(KINDS))
 
 
 def serve(
@@ -223,20 +195,18 @@ def holds_sequences(llm: Any) -> bool:
 
 
 def kernels_of(config: Any) -> dict[str, Any]:
-    """Kinds of the attention layers, as they are and as the self-check takes them; and what serves."""
+    """Kinds of the attention layers, as they are and as ``doctor --gpu`` takes them."""
     from vllm_diffusion.attention.backend import CanvasAttentionImpl
-    from vllm_diffusion.kernel_choice.cases import Served
-    from vllm_diffusion.startup.plan import plan_of, spec_of
+    from vllm_diffusion.cli.kernel_cases import Served
+    from vllm_diffusion.startup.plan import spec_of
 
     layers = attention_layers(config.compilation_config)
     ours = [layer for layer in layers if isinstance(layer, CanvasAttentionImpl)]
     if spec_of(config.model_config) is None:
         return {}
-    choices = plan_of(config).kernels
     return {
         "kinds": sorted({layer.kind[0].name for layer in ours}),
-        "checked_kinds": sorted(kind.name for kind in Served.of(config, choices).kinds),
-        "choices": asdict(choices),
+        "checked_kinds": sorted(kind.name for kind in Served.of(config).kinds),
     }
 
 

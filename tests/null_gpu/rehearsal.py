@@ -85,7 +85,7 @@ def found_by(outcome: Outcome) -> dict[str, Any]:
     """What is kept of a case: its facts, or the line that refused it."""
     if outcome.error is None:
         found = {"starts": True, "kernels": kernels_in(outcome.text()), **outcome.value}
-        for name in ("kinds", "checked_kinds", "choices"):
+        for name in ("kinds", "checked_kinds"):
             # Held by the tests.
             found.get("chosen", {}).pop(name, None)
         if "requests" in found:

@@ -20,12 +20,9 @@ def test_a_server_answers(tmp_path):
     # own that asks the driver for undocumented tables.
     variables = environment(tmp_path, NULL_GPU_CAPABILITY="8.9")
     variables["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
-    # Every kernel is wrong on the null GPU.
-    unchecked = ("--additional-config", '{"diffusion": {"self_check": "off"}}')
     # What a pass emits would else be what memory happens to hold that no kernel has written.
     decided = ("--worker-extension-cls", "tests.null_gpu.decided_outcomes.DecidedOutcomes")
-    options = (*unchecked, *decided)
-    server = start_server(SHIPPED, tmp_path / "log", *options, **variables)
+    server = start_server(SHIPPED, tmp_path / "log", *decided, **variables)
     try:
         body = {"prompt": "a " * 200, "max_tokens": 8, "vllm_xargs": {"diffusion_max_steps": 1}}
         answer = server.post("/v1/completions", body)
@@ -34,5 +31,7 @@ def test_a_server_answers(tmp_path):
         server.assert_alive()
         log = server.log.read_text()
         assert "EngineCore" in log, "the engine has a process of its own"
+        (line,) = (each for each in log.splitlines() if "vllm-diffusion doctor --gpu" in each)
+        assert "Nothing was checked on this GPU" in line
     finally:
         stop_server(server)

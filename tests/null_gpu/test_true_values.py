@@ -43,8 +43,6 @@ ON_THE_GPU: dict[str, Any] = {
         "enable_flashinfer_autotune": False,
         "ir_op_priority": {"rms_norm": ["native"], "fused_add_rms_norm": ["native"]},
     },
-    # Every kernel is checked where it is compiled.
-    "additional_config": {"diffusion": {"self_check": "off"}},
 }
 
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tests.support.kernel_stand_ins import COMMAND
-from vllm_diffusion.cli import doctor, gpu_report
+from vllm_diffusion.cli import doctor, gpu_answers, gpu_report
 from vllm_diffusion.cli.doctor import OK, PROBLEM, WARNING, Fact
+from vllm_diffusion.cli.gpu_answers import Answered, compare, recorded
+from vllm_diffusion.cli.kernel_checks import Outcome
 from vllm_diffusion.cli.main import main
-from vllm_diffusion.kernel_choice import process
-from vllm_diffusion.startup import machine
+from vllm_diffusion.startup import gpu_record, machine
 
 PLUGINS = "vllm_diffusion,vllm_diffusion_cpu"
 
@@ -93,20 +95,38 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     assert doctor.model_fact("Shipped").mark == PROBLEM
 
 
-def test_gpu(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A row for each kernel; the report holds the GPU, versions and outcomes, and no names of this machine."""
+@pytest.fixture
+def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """A GPU whose kernels are right, except those that a test names, and whose server answers as recorded."""
     driver = machine.NvidiaDriver(1, "580.1", (13, 0), None)
     monkeypatch.setattr(machine, "nvidia_driver", lambda: driver)
     monkeypatch.setattr(machine, "nvidia_problem", lambda: None)
-    monkeypatch.setattr(gpu_report, "gpu_name", lambda device: "NVIDIA H200 9.0")
-    monkeypatch.setattr(process, "COMMAND", COMMAND)
+    for module in (gpu_report, gpu_record):
+        monkeypatch.setattr(module, "gpu_name", lambda device: "NVIDIA H200 9.0")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    wrong: dict[str, str] = {}
+
+    def outcomes(cases: Iterator[Any], device: str) -> Iterator[Any]:
+        for case in cases:
+            why = next((why for part, why in wrong.items() if part in case.name), "")
+            yield case, Outcome("wrong", why) if why else Outcome("right", "", 1e-3, 8.0)
+
+    monkeypatch.setattr(gpu_report, "outcomes", outcomes)
     shapes = [("a shape", gpu_report.published_26b())]
     monkeypatch.setattr(gpu_report, "served_models", lambda model: shapes)
+    monkeypatch.setattr(gpu_report, "problems_of_answers", list)
+    return wrong
+
+
+def test_gpu(gpu, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row for each kernel; the report holds the GPU, versions and outcomes, and no names of this machine."""
     assert main(["doctor", "--gpu"]) == 0
     assert "16 heads on 2 of 512, full, triton" in capsys.readouterr().out
-    monkeypatch.setenv("STAND_INS", json.dumps({"statistics, triton": "wrong"}))
+    gpu |= {"statistics, triton": "error 1.2 exceeds 0.01", "of 512, full, triton": "off"}
     assert main(["doctor", "--gpu", "--report", str(tmp_path / "report.json")]) == 1
-    assert "In its place serves reference" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "statistics, triton is wrong on this GPU (error 1.2 exceeds 0.01)" in said
+    assert """right with --additional-config '{"diffusion": {"attention": "cute"}}'""" in said
     text = (tmp_path / "report.json").read_text()
     assert socket.gethostname() not in text
     report = json.loads(text)
@@ -115,6 +135,81 @@ def test_gpu(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) ->
     assert outcomes["statistics, triton"] == "wrong"
     names = f"ptxas /home/alice/.triton/cache/x.ptx on {socket.gethostname()} ~/secret/run 1/2"
     assert gpu_report.without_names(names) == "ptxas x.ptx on this machine run 1/2"
+
+
+def test_a_kernel_that_does_not_serve(gpu, capsys: pytest.CaptureFixture[str]) -> None:
+    """A wrong kernel that no server runs is in the table, and is no problem."""
+    gpu["statistics, reference"] = "off"
+    assert main(["doctor", "--gpu"]) == 0
+    assert "statistics, reference: off" in capsys.readouterr().out
+
+
+def test_record(gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A start names the command until it has found everything right, and again once it has found a fault."""
+    monkeypatch.setattr(logging.getLogger("vllm.vllm_diffusion"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+
+    def lines() -> list[str]:
+        caplog.clear()
+        gpu_record.log_unrecorded(0)
+        return caplog.messages
+
+    (line,) = lines()
+    assert line.endswith("vllm-diffusion doctor --gpu")
+    assert "NVIDIA H200 9.0" in line
+    assert main(["doctor", "--gpu"]) == 0
+    logging.disable(logging.NOTSET)
+    assert lines() == []
+    facts = json.loads(
+        next(
+            gpu_record.record_path(gpu_record.facts_of("NVIDIA H200 9.0")).parent.glob("*")
+        ).read_text()
+    )
+    assert facts.keys() == {"gpu", "driver", "torch", "triton", "vllm", "vllm-diffusion"}
+    monkeypatch.setattr(gpu_report, "problems_of_answers", lambda: ["3 of 60 answers differ"])
+    assert main(["doctor", "--gpu"]) == 1
+    logging.disable(logging.NOTSET)
+    assert len(lines()) == 1
+
+
+def test_recorded_answers() -> None:
+    """Sixty held-out questions are recorded, ten of each task; one of five is asked alone, the others together."""
+    questions = recorded()
+    assert len(questions) == 60
+    batches: list[int] = []
+
+    def ask(batch: Any) -> list[str]:
+        batches.append(len(batch))
+        return [each.answer for each in batch]
+
+    assert compare(questions, ask) == Answered("", ())
+    assert batches == [1] * 12 + [48]
+
+    def ask_wrongly(batch: Any) -> list[str]:
+        return ["?" if len(batch) > 1 else each.answer for each in batch]
+
+    found = compare(questions, ask_wrongly)
+    assert found.problem == "48 of 60 answers differ from a CPU's"
+    assert "'?', and not" in found.different[0]
+
+
+@pytest.mark.parametrize(
+    ("avoids", "last"),
+    [
+        ("NONE", """Right with --compilation-config '{"cudagraph_mode": "NONE"}'"""),
+        ("--enforce-eager", "Right with --enforce-eager"),
+        ("nothing", "No option that was tried avoids it; do not serve on this GPU, and report it"),
+    ],
+)
+def test_the_option_that_avoids_a_fault(avoids: str, last: str) -> None:
+    """The first option with which the answers are right is named, after what is wrong without it."""
+
+    def serve(options: Any) -> Answered:
+        is_right = any(avoids in each for each in options)
+        return Answered("") if is_right else Answered("9 of 60 answers differ", ("a", "b"))
+
+    found = list(gpu_answers.problems(serve))
+    assert found == ["9 of 60 answers differ", "a", "b", last]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ from vllm_diffusion.attention.metadata import (
     CanvasAttentionMetadata,
     CanvasAttentionMetadataBuilder,
 )
-from vllm_diffusion.startup.kernel_choices import LayerKind
+from vllm_diffusion.startup.layer_kind import LayerKind
 from vllm_diffusion.startup.plan import plan_of, spec_of
 
 logger = init_logger(f"vllm.{__name__}")
@@ -88,7 +88,7 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         config = get_current_vllm_config()
         self.write_cache = cache_writer(self.is_fp8)
         layer_kind = LayerKind(num_heads, self.num_kv_heads, head_size, self.window, kv_cache_dtype)
-        self.impl: Impl = plan_of(config).kernels.attention
+        self.impl: Impl = plan_of(config).settings.attention
         spec = spec_of(config.model_config)
         self.canvas_length = 0 if spec is None else spec.length
         # vLLM's Gemma 4 takes the spans from the metadata of its own back ends where layers have no window.

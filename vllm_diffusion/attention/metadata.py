@@ -110,7 +110,7 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
         them, so where there may be images only batches without prompts are captured. No graph holds the
         reference, which reads the batch on the host.
         """
-        if plan_of(vllm_config).kernels.attention == "reference":
+        if plan_of(vllm_config).settings.attention == "reference":
             return AttentionCGSupport.NEVER
         if vllm_config.model_config.is_mm_prefix_lm:
             return AttentionCGSupport.UNIFORM_BATCH

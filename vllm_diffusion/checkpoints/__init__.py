@@ -7,6 +7,8 @@ from pathlib import Path
 __all__ = ["InstallationError", "shipped_checkpoint", "shipped_draft"]
 
 CHECKPOINTS = Path(__file__).resolve().parent
+# Questions and a CPU's answers; examples/checkpoints/write_answers.py writes it.
+ANSWERS = CHECKPOINTS / "answers.jsonl"
 # The folder of each family's checkpoint; the first is the default.
 FOLDERS = {
     "diffusion_gemma": CHECKPOINTS / "tiny_diffusion_gemma",

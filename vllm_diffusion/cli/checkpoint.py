@@ -93,12 +93,12 @@ _SERVE_OPTIONS = (
     *("--limit-mm-per-prompt", '{"image": 0, "video": 0, "audio": 0}'),
 )
 # Nothing is fetched or reported: the checkpoint is here.
-_SERVE_ENVIRONMENT = {
+SERVE_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
 # A machine that is busy with other work may need minutes; one that failed is noticed at once.
-_START_SECONDS = 900.0
+START_SECONDS = 900.0
 
 
 def begin_serving() -> None:
@@ -159,8 +159,8 @@ def shipped_server(
     server = Server(
         vllm_serve(str(checkpoint), *options),
         report=say,
-        timeout=_START_SECONDS,
-        environment=_SERVE_ENVIRONMENT,
+        timeout=START_SECONDS,
+        environment=SERVE_ENVIRONMENT,
         verbose=verbose,
     )
     drafted = " and its draft" if with_draft else ""

@@ -1,4 +1,4 @@
-"""``vllm-diffusion doctor --gpu``: whether the kernels are right on this machine's GPU, and how fast."""
+"""``vllm-diffusion doctor --gpu``: whether kernels and served answers are right on this machine's GPU."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from typing import TYPE_CHECKING
 
 from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.cli.console import fail, one_line, say, table
-from vllm_diffusion.kernel_choice.cases import KernelCase, Served, published_26b
-from vllm_diffusion.kernel_choice.on_ranks import gpu_name
-from vllm_diffusion.kernel_choice.process import CannotCheckError, CheckProcess, Outcome
-from vllm_diffusion.kernel_choice.record import facts_of
-from vllm_diffusion.kernel_choice.self_check import NothingRightError, choose
+from vllm_diffusion.cli.gpu_answers import problems as problems_of_answers
+from vllm_diffusion.cli.kernel_cases import KernelCase, Served, published_26b
+from vllm_diffusion.cli.kernel_checks import Outcome, outcomes
 from vllm_diffusion.startup import machine
-from vllm_diffusion.startup.plan import plan_of, spec_of
+from vllm_diffusion.startup.gpu_record import facts_of, gpu_name, write_record
+from vllm_diffusion.startup.plan import spec_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-SECONDS = 900.0
 HEADER = ("kernel", "result", "largest difference", "microseconds")
 # What another implementation of attention must gain to be named.
 GAIN = 0.05
@@ -36,7 +34,7 @@ def served_models(model: str) -> Iterator[tuple[str, Served]]:
         model: As for ``vllm serve``; empty for none.
     """
     config = diffusion_config(model or str(shipped_checkpoint()))
-    yield config.model_config.architecture, Served.of(config, plan_of(config).kernels)
+    yield config.model_config.architecture, Served.of(config)
     if not model:
         yield "DiffusionGemma-26B's shape", published_26b()
 
@@ -56,14 +54,14 @@ def diffusion_config(model: str) -> VllmConfig:
 
 
 def run(model: str, report: Path | None) -> int:
-    """Check every implementation of every kernel, print a table, and write a report.
+    """Check every kernel, then the answers of a server; print what is wrong, and write a report.
 
     Args:
         model: As for ``vllm serve``; empty for what is checked without one.
         report: File to write, if any.
 
     Returns:
-        0 if every kernel that would serve is right.
+        0 if every kernel that serves is right, and so are the answers; that is recorded.
     """
     if (lack := machine.nvidia_lack()) is not None:
         return fail(f"doctor --gpu needs a working NVIDIA GPU: {lack}.")
@@ -71,20 +69,25 @@ def run(model: str, report: Path | None) -> int:
     say(f"Checking the kernels on {facts['gpu']}; compiling them takes a minute or two.")
     problems: list[str] = []
     checked: dict[str, list[tuple[KernelCase, Outcome]]] = {}
-    with CheckProcess("cuda:0", seconds=SECONDS, measures=True) as process:
-        try:
-            for title, served in served_models(model):
-                checked[title] = []
-                problems += check_all(served, process, checked[title])
-                print(f"\n{title}\n{lines(checked[title])}", flush=True)
-                if option := faster_option(checked[title]):
-                    print(option)
-                if _is_gpu_wrong(checked[title]):
-                    break
-        except (CannotCheckError, ValueError) as error:
-            return fail(f"doctor --gpu cannot check anything: {one_line(error)}")
+    try:
+        for title, served in served_models(model):
+            results = checked[title] = check_all(served)
+            print(f"\n{title}\n{lines(results)}", flush=True)
+            problems += problems_of(served, results)
+            if option := faster_option(results):
+                print(option)
+            if _is_gpu_wrong(results):
+                break
+    except ValueError as error:
+        return fail(f"doctor --gpu cannot check anything: {one_line(error)}")
+    say(
+        "Serving the shipped checkpoint with the default options, and asking it held-out questions."
+    )
+    problems += problems_of_answers()
     for line in problems:
         print(line)
+    if problem := write_record(facts, is_right=not problems):
+        say(problem)
     if report is not None:
         content = {"facts": facts, "system": platform.system(), "problems": problems}
         content["cases"] = {
@@ -92,44 +95,57 @@ def run(model: str, report: Path | None) -> int:
             for title, results in checked.items()
         }
         report.write_text(without_names(json.dumps(content, indent=1)) + "\n", encoding="utf-8")
-        say(f"Wrote {report}: no prompts, host names or paths. Please attach it to an issue.")
+        say(
+            f"Wrote {report}: no prompts of yours, host names or paths. Please attach it to an issue."
+        )
+    if not problems:
+        print("\nThe kernels and the answers are right.")
     return int(bool(problems))
 
 
-def check_all(
-    served: Served, process: CheckProcess, results: list[tuple[KernelCase, Outcome]]
-) -> list[str]:
-    """Check all implementations, those too that would not serve.
-
-    Args:
-        served: What is served.
-        process: Runs the cases.
-        results: Filled with cases and their outcomes.
-
-    Returns:
-        A line for each kernel that would not serve; the first alone if the GPU itself is wrong, since the
-        other checks mean nothing then.
-    """
-    outcomes: dict[str, Outcome] = {}
-
-    def check(case: KernelCase) -> Outcome:
-        if case.key not in outcomes:
-            outcomes[case.key] = process.check(case)
-            results.append((case, outcomes[case.key]))
-        return outcomes[case.key]
-
-    for role in served.roles():
-        for case in role.cases():
-            check(case)
+def check_all(served: Served) -> list[tuple[KernelCase, Outcome]]:
+    """Check all implementations, those too that do not serve; nothing after a GPU that is wrong by itself."""
+    results = []
+    for case, outcome in outcomes(served.cases(), "cuda:0"):
+        results.append((case, outcome))
         if _is_gpu_wrong(results):
             break
-    try:
-        return [each.line() for each in choose(served, check)[1]]
-    except NothingRightError as error:
-        return [str(error)]
+    return results
 
 
-def _is_gpu_wrong(results: list[tuple[KernelCase, Outcome]]) -> bool:
+def problems_of(served: Served, results: Sequence[tuple[KernelCase, Outcome]]) -> list[str]:
+    """Return a line for each kernel that serves and is wrong, with the option that avoids it if there is one."""
+    if _is_gpu_wrong(results):
+        return [
+            f"This GPU computes wrongly without any kernel of this package ({results[-1][1].why})"
+        ]
+    found = []
+    for case, outcome in results:
+        if outcome.state != "wrong" or not served.serves(case):
+            continue
+        line = f"{case.name} is wrong on this GPU ({outcome.why})"
+        if case.kernel == "attention":
+            line += _other_attention(results)
+        found.append(line)
+    return found
+
+
+def _other_attention(results: Sequence[tuple[KernelCase, Outcome]]) -> str:
+    """Return the option that serves with an attention that is right in all layers, or nothing."""
+    states: dict[str, set[str]] = {}
+    for case, outcome in results:
+        if case.kernel == "attention":
+            states.setdefault(case.impl, set()).add(outcome.state)
+    right = next((impl for impl, found in states.items() if found == {"right"}), None)
+    return "" if right is None else f"; right with {attention_option(right)}"
+
+
+def attention_option(impl: str) -> str:
+    """Return the option of a server whose attention is an implementation's."""
+    return f"""--additional-config '{{"diffusion": {{"attention": "{impl}"}}}}'"""
+
+
+def _is_gpu_wrong(results: Sequence[tuple[KernelCase, Outcome]]) -> bool:
     """Return true if PyTorch's own kernels, which all other checks trust, are wrong."""
     return any(case.kernel == "device" and each.state == "wrong" for case, each in results)
 
@@ -159,8 +175,8 @@ def faster_option(results: Sequence[tuple[KernelCase, Outcome]]) -> str:
     for impl, others in times.items():
         # Of every kind of layer.
         if default and len(others) == len(default) and sum(others) <= (1 - GAIN) * sum(default):
-            option = f"""--additional-config '{{"diffusion": {{"attention": "{impl}"}}}}'"""
-            return f"Attention takes {1 - sum(others) / sum(default):.0%} less time with {option}"
+            gain = 1 - sum(others) / sum(default)
+            return f"Attention takes {gain:.0%} less time with {attention_option(impl)}"
     return ""
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
+from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_diffusion.kernel_choice.on_ranks import agree, decide
 from vllm_diffusion.startup.engine_process import leaving
+from vllm_diffusion.startup.gpu_record import log_unrecorded
 from vllm_diffusion.startup.plan import plan_of
 from vllm_diffusion.weights.new_weights import FiniteWeights
 
@@ -17,15 +17,10 @@ class CanvasWorker(FiniteWeights, Worker):
     """vLLM's worker, whose model runner runs canvases."""
 
     def init_device(self) -> None:
-        # Changed by vLLM's into the index of the GPU.
-        local_rank = self.local_rank
-        plan = plan_of(self.vllm_config)
-        with leaving(plan.refusal_path):
-            # Over before vLLM measures what memory is free.
-            own = decide(self.vllm_config, local_rank)
+        with leaving(plan_of(self.vllm_config).refusal_path):
             super().init_device()
-            choices = agree(self.vllm_config, local_rank, own)
-        self.model_config.diffusion = replace(plan, kernels=choices)
+        if self.rank == 0 and current_platform.is_cuda():
+            log_unrecorded(self.device.index)
 
     def load_model(self, **options: Any) -> None:
         with leaving(plan_of(self.vllm_config).refusal_path):

@@ -60,7 +60,6 @@ class BlockDiffusionModelState(ModelState):
     ) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
         plan = plan_of(vllm_config)
-        self.kernels = plan.kernels
         self.vocab_size: int = self.model_config.get_vocab_size()
         if plan.spec is None:
             raise ValueError(
@@ -84,7 +83,7 @@ class BlockDiffusionModelState(ModelState):
 
     def output_head(self) -> OutputHead:
         """The projection onto the vocabulary."""
-        return head_of(self.model, never_drawn=self.spec.never_drawn, kernels=self.kernels)
+        return head_of(self.model, never_drawn=self.spec.never_drawn)
 
     def store_soft_embeds(self, soft_embeds: Tensor, slot: Tensor, position: Tensor) -> None:
         """Keep what self-conditioning needs of this step, if the head has an embedding.

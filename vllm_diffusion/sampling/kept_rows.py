@@ -15,7 +15,6 @@ from torch import Tensor
 
 from attention_kernels.vocab_statistics import (
     LEAST_KEY,
-    Impl,
     RowDraws,
     RowLogits,
     RunningStatistics,
@@ -64,21 +63,19 @@ def thresholds(
         maximum: [num_rows], float32, the largest logit of each row, of all ranks, over ``divisor``.
         filters: One entry per row.
         vocab_size: Number of ids, of all ranks.
-        head: Sums over the ranks, and names the kernels that search.
+        head: Sums over the ranks.
 
     Returns:
         [num_rows], int64.
     """
 
-    impl = head.kernels.kept_rows
-
     def weighed(by_mass: bool) -> Callable[[Tensor, Tensor], Tensor]:
         return lambda pivots, bounds: head.sum(
-            weigh(rows, divisor, maximum, pivots, bounds, by_mass=by_mass, impl=impl)
+            weigh(rows, divisor, maximum, pivots, bounds, by_mass=by_mass)
         )
 
     def largest(by_mass: bool, wanted: Tensor, active: Tensor) -> Tensor:
-        return largest_key(weighed(by_mass), wanted, maximum, active, impl=impl)
+        return largest_key(weighed(by_mass), wanted, maximum, active)
 
     keys = torch.full(maximum.shape, LEAST_KEY, dtype=torch.int64, device=maximum.device)
     if filters.min_p is not None:
@@ -135,12 +132,11 @@ def draw_filtered(
         vocab_size: Number of ids, of all ranks.
         judges_kept: True to measure what is kept too.
     """
-    impl = head.kernels.kept_rows
     divisor = draws.temperature * draws.rate
     # Of the very numbers that thresholds are compared with: another kernel's differ in a bit.
-    maximum = head.gather(largest_logit(logits, divisor, impl=impl)).amax(dim=0)
+    maximum = head.gather(largest_logit(logits, divisor)).amax(dim=0)
     keys = thresholds(logits, divisor, maximum, filters, vocab_size, head)
-    own = draw(logits, divisor, maximum, keys, draws, impl=impl)
+    own = draw(logits, divisor, maximum, keys, draws)
     # As with the running statistics, a float32 holds any id.
     packed = torch.stack([own.best, own.candidate.float(), own.drawn, own.mass], dim=-1)
     best, candidate, drawn, mass = head.gather(packed).unbind(-1)
@@ -152,7 +148,7 @@ def draw_filtered(
     if not judges_kept:
         return result
 
-    scores = scaled_logits(logits, divisor, impl=impl)
+    scores = scaled_logits(logits, divisor)
     kept = ordered_keys(scores) >= keys[:, None]
     scores = torch.where(kept, scores - maximum[:, None], 0.0)
     weights = torch.where(kept, scores.exp(), 0.0)
@@ -174,15 +170,14 @@ class RunningChoices:
         self._scores = torch.full((num_rows, num_likeliest), IMPOSSIBLE, device=device)
         self._ids = torch.zeros(num_rows, num_likeliest, dtype=torch.int64, device=device)
 
-    def update(self, rows: RowLogits, divisor: Tensor, impl: Impl = "auto") -> None:
+    def update(self, rows: RowLogits, divisor: Tensor) -> None:
         """Take one tile, in ascending order of ids.
 
         Args:
             rows: The tile.
             divisor: [num_rows], float32, above 0.
-            impl: Implementation that scales the logits.
         """
-        logits = scaled_logits(rows, divisor, impl=impl)
+        logits = scaled_logits(rows, divisor)
         scores, ids = [self._scores], [self._ids]
         # Not topk(), which takes any of equal ones.
         for _ in range(min(self._ids.shape[1], logits.shape[1])):
@@ -225,7 +220,7 @@ class NamedLogits:
         self._token_ids = token_ids
         self._scores = torch.full((num_rows, len(token_ids)), IMPOSSIBLE, device=device)
 
-    def update(self, rows: RowLogits, divisor: Tensor, impl: Impl = "auto") -> None:
+    def update(self, rows: RowLogits, divisor: Tensor) -> None:
         """Take one tile; arguments as in :meth:`RunningChoices.update`."""
         for i, token_id in enumerate(self._token_ids):
             place = token_id - rows.first_id
@@ -234,7 +229,7 @@ class NamedLogits:
                 first = place // 4 * 4
                 some = rows.projected[:, first : first + 4].contiguous()
                 near = rows._replace(projected=some, first_id=rows.first_id + first)
-                self._scores[:, i] = scaled_logits(near, divisor, impl=impl)[:, place - first]
+                self._scores[:, i] = scaled_logits(near, divisor)[:, place - first]
 
     def probabilities(self, head: OutputHead, running: RunningStatistics) -> Tensor:
         """[num_rows, num_named], float32; 0 for a token that is impossible, or none of the vocabulary's.

@@ -83,7 +83,7 @@ def row_logprobs(
         divisor: [num_rows], float32: of the distribution that is reported.
         selected: [num_rows], int64, each row's token.
         request: Log-probabilities that are wanted.
-        head: Combines the ranks, and names the kernel that scales the logits.
+        head: Combines the ranks.
 
     Returns:
         Columns: the row's token, then the ids that its request names or the likeliest
@@ -96,7 +96,7 @@ def row_logprobs(
 
     def some_rows() -> Iterator[tuple[slice, Tensor]]:
         for part in parts:
-            scaled = scaled_logits(rows.rows(part), divisor[part], impl=head.kernels.kept_rows)
+            scaled = scaled_logits(rows.rows(part), divisor[part])
             yield part, scaled
 
     wanted = torch.cat([selected[:, None], request.token_ids], dim=1)

@@ -20,8 +20,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from vllm_diffusion.startup.kernel_choices import DEFAULT_KERNELS, KernelChoices
-
 # The logit of an id that is never drawn: below any other at every temperature, and finite after the
 # division by the lowest, so that no difference of two of them is undefined.
 _NEVER = -1e30
@@ -46,7 +44,6 @@ class OutputHead:
         never_drawn: Ids of the whole vocabulary whose logits :meth:`project` overwrites with the
             lowest that ``dtype`` has, or -1e30: a mask token, which no answer may hold. In float16,
             which ends at -65504, that is low enough up to a temperature of 1000.
-        kernels: Implementations that read the head.
     """
 
     weight: Tensor
@@ -58,7 +55,6 @@ class OutputHead:
     num_shards: int
     shard_size: int
     never_drawn: tuple[int, ...] = ()
-    kernels: KernelChoices = DEFAULT_KERNELS
 
     def __post_init__(self) -> None:
         if self.never_drawn and self.softcap is not None:
@@ -75,7 +71,6 @@ class OutputHead:
         softcap: float | None,
         dtype: torch.dtype | None,
         never_drawn: tuple[int, ...] = (),
-        kernels: KernelChoices = DEFAULT_KERNELS,
     ) -> OutputHead:
         """Make the head of a model's layers.
 
@@ -110,7 +105,6 @@ class OutputHead:
             num_shards=get_tensor_model_parallel_world_size(),
             shard_size=lm_head.num_embeddings_per_partition,
             never_drawn=never_drawn,
-            kernels=kernels,
         )
 
     def tiles(self, size: int, ids: Iterable[int] | None = None) -> Iterator[slice]:
@@ -169,14 +163,12 @@ def head_of(
     model: nn.Module,
     *,
     never_drawn: tuple[int, ...] = (),
-    kernels: KernelChoices = DEFAULT_KERNELS,
 ) -> OutputHead:
     """Make the head of a vLLM language model whose head and logits are where most have them.
 
     Args:
         model: The model.
         never_drawn: See :class:`OutputHead`.
-        kernels: Implementations that read the head.
 
     Raises:
         ValueError: If the model scales its logits, or as :meth:`OutputHead.of`.
@@ -190,5 +182,4 @@ def head_of(
         softcap=logits_processor.soft_cap,
         dtype=logits_processor.head_dtype,
         never_drawn=never_drawn,
-        kernels=kernels,
     )

@@ -83,19 +83,18 @@ def sample_rows(
             draws,
             weights=weights,
             product=soft_embeds,
-            impl=head.kernels.statistics,
         )
         if choices is not None:
-            choices.update(of_tile, draws.temperature, head.kernels.kept_rows)
+            choices.update(of_tile, draws.temperature)
         if named is not None:
-            named.update(of_tile, draws.temperature, head.kernels.kept_rows)
+            named.update(of_tile, draws.temperature)
         if soft_embeds is None or weights is None or embedding is None:
             continue
         if not embedding.is_cuda or envs.VLLM_BATCH_INVARIANT:
             # As the platform multiplies, or where rows must not depend on their number.
             soft_embeds.add_(head.matmul(weights, embedding[tile].T))
         else:
-            add_product(soft_embeds, weights, embedding[tile], impl=head.kernels.statistics)
+            add_product(soft_embeds, weights, embedding[tile])
 
     running, soft_embeds = _combine_ranks(head, running, soft_embeds)
     return PositionStatistics(

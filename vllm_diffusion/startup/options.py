@@ -160,8 +160,7 @@ def _looking(
             max_num_seqs=self.max_num_seqs is not None,
             max_num_batched_tokens=self.max_num_batched_tokens is not None,
         )
-        settings = plugin_settings(self.additional_config)
-        model_config.diffusion = DiffusionPlan(settings, given, kernels=settings.kernels)
+        model_config.diffusion = DiffusionPlan(plugin_settings(self.additional_config), given)
     return model_config
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.pass_order import PassOrder
-from vllm_diffusion.startup.kernel_choices import KernelChoices
 from vllm_diffusion.startup.plugin_settings import PluginSettings, plugin_settings
 
 if TYPE_CHECKING:
@@ -35,15 +34,13 @@ class DiffusionPlan:
     """Decisions of a start that vLLM's configuration has no fields for.
 
     ``ModelConfig.diffusion`` carries it to every process. A start makes it
-    (:meth:`~vllm_diffusion.startup.engine_config.BlockDiffusionEngineConfig.verify_and_update_config`);
-    a worker alone replaces ``kernels``, when it has checked them.
+    (:meth:`~vllm_diffusion.startup.engine_config.BlockDiffusionEngineConfig.verify_and_update_config`).
 
     Attributes:
         settings: The operator's.
         given: Limits of a pass that the operator set.
         spec: Description of canvases; ``None`` for a model that is served without them.
         own_attention: This package's back end attends, and not one of vLLM's.
-        kernels: Implementations that serve.
         adapters: Rules for adapters; ``None`` without ``--enable-lora``.
         refusal_path: File where a process of the engine leaves why it refuses to start.
     """
@@ -52,7 +49,6 @@ class DiffusionPlan:
     given: GivenLimits = GivenLimits()
     spec: CanvasSpec | None = None
     own_attention: bool = True
-    kernels: KernelChoices = KernelChoices()
     adapters: AdapterRules | None = None
     refusal_path: Path | None = None
 
@@ -77,8 +73,7 @@ def plan_of(vllm_config: VllmConfig) -> DiffusionPlan:
     plan: DiffusionPlan | None = getattr(vllm_config.model_config, "diffusion", None)
     if plan is not None:
         return plan
-    settings = plugin_settings(vllm_config.additional_config)
-    return DiffusionPlan(settings, kernels=settings.kernels)
+    return DiffusionPlan(plugin_settings(vllm_config.additional_config))
 
 
 def spec_of(model_config: ModelConfig) -> CanvasSpec | None:

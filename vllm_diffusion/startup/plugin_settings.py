@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from vllm_diffusion.decoding.rule import MAX_STEPS
 from vllm_diffusion.startup.additional_config import check_choices, section_of
-from vllm_diffusion.startup.kernel_choices import KernelChoices
+
+if TYPE_CHECKING:
+    from attention_kernels.canvas_attention import Impl
 
 OPTION = "--additional-config '{\"diffusion\": {...}}'"
 
@@ -34,14 +36,12 @@ class PluginSettings:
         converge_at_end: True to judge a canvas by its positions up to its first end token only,
             since the positions after it are discarded.
         never_empty: True to forbid end tokens as the first token of an answer, after a thought too.
-        self_check: ``"auto"`` checks the kernels on a GPU where they have not been checked before,
-            ``"always"`` at every start, ``"off"`` never.
         of_rule: All other settings, which the model's decoding rule knows and checks.
     """
 
     max_denoising_steps: int | None = None
     window_anchor: Literal["canvas", "query"] = "canvas"
-    attention: str = "auto"
+    attention: Impl = "auto"
     rule: str | None = None
     rules: Sequence[str] | Literal["all"] | None = None
     draft_length: int | None = None
@@ -49,7 +49,6 @@ class PluginSettings:
     preset: str | None = None
     converge_at_end: bool = False
     never_empty: bool = False
-    self_check: Literal["auto", "always", "off"] = "auto"
     of_rule: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -62,7 +61,6 @@ class PluginSettings:
         choices = {
             "window_anchor": get_args(WindowAnchor),
             "attention": get_args(Impl),
-            "self_check": ("auto", "always", "off"),
         }
         check_choices(self, choices)
         if self.rules != "all" and not isinstance(self.rules, list | tuple | None):
@@ -71,16 +69,12 @@ class PluginSettings:
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name}={value!r} must be true or false.")
 
-    @property
-    def kernels(self) -> KernelChoices:
-        """Implementations that these settings ask for."""
-        return KernelChoices(attention=self.attention)  # type: ignore[arg-type]
-
 
 # Settings of earlier versions, and what is done now.
 _GONE = {
     "fused_encode": "a canvas is encoded in a pass of the next one wherever that is possible",
     "keep_last_canvas": "the next turn of a chat computes the last canvas of a reply with its prompt",
+    "self_check": "no start checks kernels; vllm-diffusion doctor --gpu does, and whole answers too",
     "skip_unlikely": "soft embeddings are summed over every token",
     "tuned": "vllm-diffusion doctor --gpu prints the setting of attention that is faster on a GPU",
 }

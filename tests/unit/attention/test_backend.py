@@ -30,7 +30,7 @@ from vllm_diffusion.attention.metadata import (
     CanvasAttentionMetadataBuilder,
 )
 from vllm_diffusion.startup.attention import choose_attention, register_attention
-from vllm_diffusion.startup.kernel_choices import KernelChoices
+from vllm_diffusion.startup.plugin_settings import PluginSettings
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 8
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 4, 2, 32
@@ -86,15 +86,13 @@ def test_vllm_refuses_it_for_what_it_cannot_do(changes):
 
 def configured(attention="auto", may_hold_images=False):
     config = vllm_config()
-    replan(config, kernels=KernelChoices(attention=attention))
+    replan(config, settings=PluginSettings(attention=attention))
     config.model_config.is_mm_prefix_lm = may_hold_images
     return config
 
 
-def graph_support(may_hold_images, attention="auto", decided=None):
+def graph_support(may_hold_images, attention="auto"):
     config = configured(attention, may_hold_images)
-    if decided is not None:
-        replan(config, kernels=decided)
     return CanvasAttentionMetadataBuilder.get_cudagraph_support(config, None)
 
 
@@ -108,11 +106,7 @@ def test_no_graph_holds_the_reference(may_hold_images):
     """It reads a batch on the host, and a capture that waits for the device fails."""
     assert graph_support(may_hold_images, "reference") == AttentionCGSupport.NEVER
     assert graph_support(False, "triton") == AttentionCGSupport.ALWAYS
-
-
-def test_graphs_of_what_the_self_check_decided():
-    assert graph_support(False, decided=KernelChoices("reference")) == AttentionCGSupport.NEVER
-    assert graph_support(False, decided=KernelChoices("cute")) == AttentionCGSupport.ALWAYS
+    assert graph_support(False, "cute") == AttentionCGSupport.ALWAYS
 
 
 def make_impl(

@@ -58,7 +58,6 @@ class DiffusionGemmaModelState(EmbeddedModelState):
             self.model.model.embed_tokens,
             softcap=self.model.softcap,
             dtype=self.model.logits_processor.head_dtype,
-            kernels=self.kernels,
         )
 
     def store_soft_embeds(self, soft_embeds: Tensor, slot: Tensor, position: Tensor) -> None:

@@ -30,9 +30,7 @@ class MinerUModelState(EmbeddedModelState):
     """State whose canvases are tokens, after prompts with pictures."""
 
     def output_head(self) -> OutputHead:
-        return head_of(
-            self.model.language_model, never_drawn=self.spec.never_drawn, kernels=self.kernels
-        )
+        return head_of(self.model.language_model, never_drawn=self.spec.never_drawn)
 
 
 @MULTIMODAL_REGISTRY.register_processor(

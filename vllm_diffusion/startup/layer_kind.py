@@ -1,13 +1,8 @@
-"""Choice of the implementation that serves of each kernel, which the settings and the self-check make."""
+"""Kinds of attention layers, which run the same kernels."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from attention_kernels.canvas_attention import Impl as AttentionImpl
-    from attention_kernels.vocab_statistics import Impl as StatisticsImpl
 
 
 @dataclass(frozen=True)
@@ -35,21 +30,3 @@ class LayerKind:
         cache = "" if self.cache_dtype == "auto" else f", {self.cache_dtype} cache"
         heads = f"{self.num_heads} heads on {self.num_kv_heads} of {self.head_dim}"
         return f"{heads}, {window}{cache}"
-
-
-@dataclass(frozen=True)
-class KernelChoices:
-    """Implementations that serve, equal on all ranks whose GPUs are alike.
-
-    Attributes:
-        attention: Implementation of attention.
-        statistics: Implementation of the statistics over the vocabulary.
-        kept_rows: Implementation of filters and log-probabilities, which look at rows again.
-    """
-
-    attention: AttentionImpl = "auto"
-    statistics: StatisticsImpl = "auto"
-    kept_rows: StatisticsImpl = "auto"
-
-
-DEFAULT_KERNELS = KernelChoices()

@@ -1,20 +1,20 @@
-"""The kernels that a configuration serves, each with small inputs of the served shapes."""
+"""Cases that check the kernels of a configuration, each on small inputs of the served shapes."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from attention_kernels.checks import AttentionShape, RowsShape
 from vllm_diffusion.decoding.layouts import span_variants
-from vllm_diffusion.startup.kernel_choices import KernelChoices, LayerKind
+from vllm_diffusion.startup.layer_kind import LayerKind
 from vllm_diffusion.startup.plan import DiffusionPlan
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from attention_kernels.canvas_attention import Impl
 
 Kernel = Literal["device", "noise", "attention", "statistics", "kept rows"]
 # Tokens before a canvas: keys in one piece, and cut into splits. Longer ones repeat the same loop.
@@ -25,7 +25,7 @@ MAX_ROWS, TILE = 64, 8192
 
 @dataclass(frozen=True)
 class KernelCase:
-    """One implementation of one kernel, on inputs that are checked in a process of its own.
+    """One implementation of one kernel, with its inputs.
 
     Attributes:
         kernel: Which check.
@@ -44,34 +44,10 @@ class KernelCase:
         """Name for a reader."""
         return f"{self.kernel}{' of ' * bool(self.subject)}{self.subject}, {self.impl}"
 
-    @functools.cached_property
-    def key(self) -> str:
-        """Name with a hash of the inputs, by which an outcome is remembered."""
-        return f"{self.name} [{hashlib.sha256(repr(self.shapes).encode()).hexdigest()[:12]}]"
-
-
-@dataclass(frozen=True)
-class Role:
-    """A kernel that serving runs.
-
-    Attributes:
-        kernel: Which one.
-        ways: By implementation, the best first, the parts of its work: of the cases of a part the first runs
-            that takes the inputs.
-    """
-
-    kernel: Kernel
-    ways: Mapping[str, tuple[tuple[KernelCase, ...], ...]]
-
-    def cases(self) -> Iterator[KernelCase]:
-        """Yield the cases of all ways, each once."""
-        parts = (case for way in self.ways.values() for part in way for case in part)
-        yield from dict.fromkeys(parts)
-
 
 @dataclass(frozen=True)
 class Served:
-    """Shapes of a server's kernels, and the implementations that are wanted.
+    """Shapes of a server's kernels.
 
     Attributes:
         kinds: Kinds of attention layers; none where vLLM's own kernels serve.
@@ -81,7 +57,7 @@ class Served:
         softcap: Cap of the logits; ``None`` without one.
         dtype: Name of the weights' dtype in torch.
         max_model_len: Longest sequence.
-        choices: Implementations that are wanted.
+        attention: Implementation of attention that serves.
         anchor: Anchor of windows.
         spans: Lengths of the blocks in which causal rows see each other; 0 for none.
         block_size: Positions of a cache block.
@@ -94,14 +70,14 @@ class Served:
     softcap: float | None
     dtype: str
     max_model_len: int
-    choices: KernelChoices = KernelChoices()
+    attention: Impl = "auto"
     anchor: str = "canvas"
     spans: tuple[int, ...] = (0,)
     block_size: int = 16
 
     @staticmethod
-    def of(vllm_config: VllmConfig, choices: KernelChoices) -> Served:
-        """Describe what a configuration serves with some implementations."""
+    def of(vllm_config: VllmConfig) -> Served:
+        """Describe what a configuration serves."""
         model, cache = vllm_config.model_config, vllm_config.cache_config
         plan: DiffusionPlan = model.diffusion
         spec = plan.spec
@@ -117,48 +93,37 @@ class Served:
             softcap=getattr(model.hf_text_config, "final_logit_softcapping", None),
             dtype=str(model.dtype).removeprefix("torch."),
             max_model_len=model.max_model_len,
-            choices=choices,
+            attention=plan.settings.attention,
             anchor=plan.settings.window_anchor,
             spans=tuple(spec.length if has_spans else 0 for has_spans in variants),
             block_size=cache.block_size or 16,
         )
 
-    def roles(self) -> Iterator[Role]:
-        """Yield the kernels that run, those that others rely on first."""
-        for kernel in ("device", "noise"):
-            yield Role(kernel, {"PyTorch": ((KernelCase(kernel, "", "PyTorch"),),)})
-        if self.kinds:
-            ways = attention_order(self.choices.attention)
-            yield Role("attention", {impl: tuple(self._attention_by(impl)) for impl in ways})
+    def cases(self) -> Iterator[KernelCase]:
+        """Yield every implementation of each kernel that runs, those first that others rely on."""
+        yield KernelCase("device", "", "PyTorch")
+        yield KernelCase("noise", "", "PyTorch")
+        for impl in ("triton", "cute", "reference"):
+            for kind in self.kinds:
+                passes = tuple(self._passes(kind))
+                # FlashAttention-4 has no image spans; Triton runs those.
+                own = tuple(each for each in passes if impl != "cute" or not each.span)
+                if own:
+                    yield KernelCase("attention", kind.name, impl, own)
         shape = RowsShape(
             min(MAX_ROWS, self.canvas_length), self.vocab, TILE, self.softcap, self.dtype
         )
         if self.hidden is not None:
             shape = replace(shape, hidden=self.hidden)
-        shapes = (replace(shape, adjusted=True), shape)
-        kernels: dict[Kernel, str] = {
-            "statistics": self.choices.statistics,
-            "kept rows": self.choices.kept_rows,
-        }
-        for kernel, chosen in kernels.items():
-            order = ("reference",) if chosen == "reference" else ("triton", "reference")
-            yield Role(kernel, {impl: ((KernelCase(kernel, "", impl, shapes),),) for impl in order})
+        for kernel in ("statistics", "kept rows"):
+            for impl in ("triton", "reference"):
+                yield KernelCase(kernel, "", impl, (replace(shape, adjusted=True), shape))
 
-    def _attention_by(self, impl: str) -> Iterator[tuple[KernelCase, ...]]:
-        """Yield what an implementation does for each kind of layer, and Triton's for it where it cannot."""
-        for kind in self.kinds:
-            passes = tuple(self._passes(kind))
-            case = KernelCase("attention", kind.name, impl, passes)
-            if impl != "cute":
-                yield (case,)
-                continue
-            by_triton = replace(case, impl="triton")
-            # FlashAttention-4 has no image spans.
-            plain = tuple(shape for shape in passes if not shape.span)
-            if len(plain) < len(passes):
-                yield (by_triton,)
-            if plain:
-                yield (replace(case, shapes=plain), by_triton)
+    def serves(self, case: KernelCase) -> bool:
+        """Return true for a case whose implementation serves here by default or as the settings ask for."""
+        if case.kernel != "attention":
+            return case.impl in ("PyTorch", "triton")
+        return case.impl == ("triton" if self.attention == "auto" else self.attention)
 
     def _passes(self, kind: LayerKind) -> Iterator[AttentionShape]:
         """Yield passes of a kind of layer: a prompt's end with its canvas, a whole prompt, canvases alone."""
@@ -183,16 +148,6 @@ class Served:
                     )
 
 
-def attention_order(chosen: str) -> tuple[str, ...]:
-    """Return the implementations of attention that may serve, the chosen one first.
-
-    vLLM's own kernels know one causal flag for a sequence, and not our rule: none of them stands in.
-    """
-    if chosen == "reference":
-        return ("reference",)
-    return ("cute", "triton", "reference") if chosen == "cute" else ("triton", "cute", "reference")
-
-
 def published_26b() -> Served:
     """Describe DiffusionGemma-26B on one GPU: its two kinds of layers, and its canvases."""
     return Served(
@@ -207,7 +162,7 @@ def published_26b() -> Served:
 
 
 def few_tiles(num_ids: int) -> int:
-    """Return as few ids as are cut like a vocabulary: two whole tiles, and the last as it is there.
+    """Return the smallest vocabulary size that is tiled the same way: two full tiles and the same remainder.
 
     Every further tile repeats a launch, on the same sizes and strides, for which Triton compiles.
     """
