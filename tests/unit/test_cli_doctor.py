@@ -109,7 +109,8 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     def outcomes(cases: Iterator[Any], device: str) -> Iterator[Any]:
         for case in cases:
             why = next((why for part, why in wrong.items() if part in case.name), "")
-            yield case, Outcome("wrong", why) if why else Outcome("right", "", 1e-3, 8.0)
+            state: Any = "unknown" if "memory" in why else "wrong"
+            yield case, Outcome(state, why) if why else Outcome("right", "", 1e-3, 8.0)
 
     monkeypatch.setattr(gpu_report, "outcomes", outcomes)
     shapes = [("a shape", gpu_report.published_26b())]
@@ -144,31 +145,44 @@ def test_a_kernel_that_does_not_serve(gpu, capsys: pytest.CaptureFixture[str]) -
     assert "statistics, reference: off" in capsys.readouterr().out
 
 
-def test_record(gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_kernel_that_could_not_be_checked(gpu, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is recorded as right while a kernel that serves could not be checked."""
+    gpu["noise"] = "out of memory"
+    assert main(["doctor", "--gpu"]) == 1
+    assert "noise, PyTorch could not be checked on this GPU" in capsys.readouterr().out
+    assert not gpu_record.record_path(gpu_record.facts_of("NVIDIA H200 9.0")).exists()
+
+
+def test_a_gpu_that_is_wrong(gpu, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where PyTorch itself is wrong, no other kernel is checked and no server is asked."""
+    gpu["device"] = "off"
+    monkeypatch.setattr(gpu_report, "problems_of_answers", lambda: pytest.fail("asked"))
+    assert main(["doctor", "--gpu"]) == 1
+    said = capsys.readouterr().out
+    assert "computes wrongly without any kernel of this package (off)" in said
+    assert "noise" not in said
+
+
+def test_record(gpu, monkeypatch: pytest.MonkeyPatch, vllm_log: pytest.LogCaptureFixture) -> None:
     """A start names the command until it has found everything right, and again once it has found a fault."""
-    monkeypatch.setattr(logging.getLogger("vllm.vllm_diffusion"), "propagate", True)
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
 
     def lines() -> list[str]:
-        caplog.clear()
+        # The command before it leaves warnings off.
+        logging.disable(logging.NOTSET)
+        vllm_log.clear()
         gpu_record.log_unrecorded(0)
-        return caplog.messages
+        return vllm_log.messages
 
     (line,) = lines()
     assert line.endswith("vllm-diffusion doctor --gpu")
     assert "NVIDIA H200 9.0" in line
     assert main(["doctor", "--gpu"]) == 0
-    logging.disable(logging.NOTSET)
     assert lines() == []
-    facts = json.loads(
-        next(
-            gpu_record.record_path(gpu_record.facts_of("NVIDIA H200 9.0")).parent.glob("*")
-        ).read_text()
-    )
+    record = gpu_record.record_path(gpu_record.facts_of("NVIDIA H200 9.0"))
+    facts = json.loads(record.read_text())
     assert facts.keys() == {"gpu", "driver", "torch", "triton", "vllm", "vllm-diffusion"}
     monkeypatch.setattr(gpu_report, "problems_of_answers", lambda: ["3 of 60 answers differ"])
     assert main(["doctor", "--gpu"]) == 1
-    logging.disable(logging.NOTSET)
     assert len(lines()) == 1
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 HEADER = ("kernel", "result", "largest difference", "microseconds")
+# State of a kernel that serves -> what is wrong.
+_NOT_RIGHT = {"wrong": "is wrong", "unknown": "could not be checked"}
 # What another implementation of attention must gain to be named.
 GAIN = 0.05
 
@@ -80,10 +82,11 @@ def run(model: str, report: Path | None) -> int:
                 break
     except ValueError as error:
         return fail(f"doctor --gpu cannot check anything: {one_line(error)}")
-    say(
-        "Serving the shipped checkpoint with the default options, and asking it held-out questions."
-    )
-    problems += problems_of_answers()
+    if not any(map(_is_gpu_wrong, checked.values())):
+        say(
+            "Serving the shipped checkpoint with the default options, and asking it held-out questions."
+        )
+        problems += problems_of_answers()
     for line in problems:
         print(line)
     if problem := write_record(facts, is_right=not problems):
@@ -114,17 +117,20 @@ def check_all(served: Served) -> list[tuple[KernelCase, Outcome]]:
 
 
 def problems_of(served: Served, results: Sequence[tuple[KernelCase, Outcome]]) -> list[str]:
-    """Return a line for each kernel that serves and is wrong, with the option that avoids it if there is one."""
+    """Return a line for each kernel that serves and was not found right, with the option that avoids it if there is one.
+
+    What refuses its inputs has another implementation in its place.
+    """
     if _is_gpu_wrong(results):
         return [
             f"This GPU computes wrongly without any kernel of this package ({results[-1][1].why})"
         ]
     found = []
     for case, outcome in results:
-        if outcome.state != "wrong" or not served.serves(case):
+        if outcome.state not in _NOT_RIGHT or not served.serves(case):
             continue
-        line = f"{case.name} is wrong on this GPU ({outcome.why})"
-        if case.kernel == "attention":
+        line = f"{case.name} {_NOT_RIGHT[outcome.state]} on this GPU ({outcome.why})"
+        if outcome.state == "wrong" and case.kernel == "attention":
             line += _other_attention(results)
         found.append(line)
     return found

@@ -87,7 +87,7 @@ def log_unrecorded(device: int) -> None:
     facts = facts_of(gpu_name(device))
     if not record_path(facts).exists():
         logger.warning(
-            "Nothing was checked on this GPU (%s, driver %s, torch %s); once, with the GPU free: %s",
+            "No check has found this GPU right (%s, driver %s, torch %s); run once, with the GPU free: %s",
             facts["gpu"],
             facts["driver"],
             facts["torch"],
