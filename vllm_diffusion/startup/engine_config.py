@@ -329,7 +329,8 @@ class BlockDiffusionEngineConfig:
         model_config.diffusion = plan
         is_set = plan.given.max_num_batched_tokens
         choose_media(model_config, scheduler.max_num_batched_tokens, is_set)
-        choose_encoder_room(model_config, scheduler, length)
+        if spec.layout.has_spans:
+            choose_encoder_room(model_config, scheduler, length)
         check_options(vllm_config)
         # Where an image's rows attend to one another in both directions, they must be in one pass. Elsewhere
         # a pass ends with a block, not before an image.

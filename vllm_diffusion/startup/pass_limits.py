@@ -131,7 +131,7 @@ def choose_encoder_room(model_config: ModelConfig, scheduler: SchedulerConfig, l
     """
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
-    if not model_config.is_multimodal_model or model_config.is_mm_prefix_lm:
+    if not model_config.is_multimodal_model:
         return
     info = MULTIMODAL_REGISTRY.create_processor(model_config).info
     counts = {kind: 1 for kind, most in info.allowed_mm_limits.items() if most > 0}
