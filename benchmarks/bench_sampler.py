@@ -33,7 +33,7 @@ from torch import Tensor
 from attention_kernels.vocab_statistics import RowDraws, RowLogits
 from tests.support.kernel_checks import TensorMemory
 from vllm_diffusion.canvas.pass_rows import rows_of
-from vllm_diffusion.sampling.kept_rows import CandidateFilters, draw_filtered
+from vllm_diffusion.sampling.candidate_filters import CandidateFilters, draw_filtered
 from vllm_diffusion.sampling.logprobs import LogprobsRequest, row_logprobs
 from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.vocabulary_stream import sample_rows
