@@ -19,6 +19,7 @@ A checkpoint does not say which of the two it is: both have the same ``config.js
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -61,20 +62,37 @@ _OPTIONS: dict[str, Any] = {
     "spreads_masks": True,
     "rounds_to_even": True,
 }
-# Of Qwen2.5 and Llama 3: the first id that their tokenizers have free, which the trainer's mask gets.
-_QWEN2_MASK, _LLAMA_MASK = 151665, 128256
 
 
-class A2DEngineConfig(MaskedEngineConfig):
-    """The entry of ``A2DQwen3LMHeadModel``, as BD3LM."""
+class _Qwen3Body:
+    """What entries have of Qwen3, however it was trained; the mask is the first id that the tokenizer has free."""
 
     body: ClassVar[str] = "Qwen3ForCausalLM"
+    mask_token_id: ClassVar[int] = 151669
+
+    @classmethod
+    def tensor_rules(cls) -> TensorRules:
+        return BodyTensors(cls.body)
+
+
+class _Qwen2Body(_Qwen3Body):
+    body = "Qwen2ForCausalLM"
+    mask_token_id = 151665
+
+
+class _LlamaBody(_Qwen3Body):
+    body = "LlamaForCausalLM"
+    mask_token_id = 128256
+
+
+class A2DEngineConfig(_Qwen3Body, MaskedEngineConfig):
+    """The entry of ``A2DQwen3LMHeadModel``, as BD3LM."""
+
     rules = {
         "reveal": PublishedRule(
             partial(Reveal, **_OPTIONS), {"reveal_threshold": 0.9, "strategy": "static"}
         )
     }
-    mask_token_id = 151669
     block_length = 32
     layout = BlockAfterPrompt
 
@@ -88,60 +106,39 @@ class A2DEngineConfig(MaskedEngineConfig):
                 f"""--hf-overrides '{{"architectures": ["{own}"]}}'. Rename the folder if it is a BD3LM."""
             )
 
-    @classmethod
-    def tensor_rules(cls) -> TensorRules:
-        return BodyTensors(cls.body)
 
-
-class A2DQwen2EngineConfig(A2DEngineConfig):
+class A2DQwen2EngineConfig(_Qwen2Body, A2DEngineConfig):
     """The entry of ``A2DQwen2LMHeadModel``."""
 
-    body = "Qwen2ForCausalLM"
-    mask_token_id = _QWEN2_MASK
 
-
-class A2DLlamaEngineConfig(A2DEngineConfig):
+class A2DLlamaEngineConfig(_LlamaBody, A2DEngineConfig):
     """The entry of ``A2DLlamaLMHeadModel``."""
 
-    body = "LlamaForCausalLM"
-    mask_token_id = _LLAMA_MASK
+
+_MDLM = PublishedRule(
+    partial(RevealInBlocks, **_OPTIONS),
+    {
+        "reveal_threshold": 0.9,
+        "strategy": "static",
+        "block_length": 128,
+        "max_denoising_steps": 128,
+    },
+)
 
 
-_MDLM_SETTINGS: dict[str, float | str] = {
-    "reveal_threshold": 0.9,
-    "strategy": "static",
-    "block_length": 128,
-    "max_denoising_steps": 128,
-}
-
-
-class MDLMEngineConfig(WholeSequenceEngineConfig):
+class MDLMEngineConfig(_Qwen3Body, WholeSequenceEngineConfig):
     """The entry of ``A2DQwen3MDLM``, a name that an operator gives."""
 
-    body: ClassVar[str] = A2DEngineConfig.body
     rules = {
-        "reveal_in_blocks": PublishedRule(partial(RevealInBlocks, **_OPTIONS), _MDLM_SETTINGS),
-        "shifted_reveal_in_blocks": PublishedRule(
-            partial(RevealInBlocks, **_OPTIONS), _MDLM_SETTINGS, layout=ShiftedSequence
-        ),
+        "reveal_in_blocks": _MDLM,
+        "shifted_reveal_in_blocks": replace(_MDLM, layout=ShiftedSequence),
     }
-    mask_token_id = A2DEngineConfig.mask_token_id
     block_length = 128
 
-    @classmethod
-    def tensor_rules(cls) -> TensorRules:
-        return BodyTensors(cls.body)
 
-
-class MDLMQwen2EngineConfig(MDLMEngineConfig):
+class MDLMQwen2EngineConfig(_Qwen2Body, MDLMEngineConfig):
     """The entry of ``A2DQwen2MDLM``."""
 
-    body = "Qwen2ForCausalLM"
-    mask_token_id = _QWEN2_MASK
 
-
-class MDLMLlamaEngineConfig(MDLMEngineConfig):
+class MDLMLlamaEngineConfig(_LlamaBody, MDLMEngineConfig):
     """The entry of ``A2DLlamaMDLM``."""
-
-    body = "LlamaForCausalLM"
-    mask_token_id = _LLAMA_MASK
