@@ -37,9 +37,9 @@ def test_hostile_tokens(stub: Stub, new_page: Callable[..., Page]) -> None:
     hostile = list(page_stub.HOSTILE)
     assert [cell.replace("␣", " ") for cell in cells(page)[: len(hostile)]] == hostile
     expect(page.get_by_role("log").locator(".said").last).to_contain_text("".join(hostile))
-    expect(page.locator(".text .committed")).to_have_text("".join(hostile))
+    expect(page.locator(".text .emitted")).to_have_text("".join(hostile))
     page.get_by_role("slider", name="Step").fill(str(page_stub.STEPS))
-    expect(page.locator(".text .committed")).to_have_text("".join(hostile))
+    expect(page.locator(".text .emitted")).to_have_text("".join(hostile))
     expect(page.locator(".text .draft")).to_contain_text("The end.")
     theirs = new_page(f"{stub.url}#prompt=<script>window.ran=1</script>&turn=<img src=x>&a.<b>=<i>")
     connect(theirs, page_stub.KEY)
@@ -424,7 +424,7 @@ def test_text_before_its_frames(stub: Stub, new_page: Callable[..., Page]) -> No
     answer = page.get_by_role("log").locator(".said").last.inner_text()
     expect(page.locator(".text")).to_have_text(answer)
     page.get_by_role("slider", name="Step").fill("0")
-    expect(page.locator(".text .committed")).to_be_empty()
+    expect(page.locator(".text .emitted")).to_be_empty()
 
 
 def test_empty_answers(stub: Stub, new_page: Callable[..., Page]) -> None:

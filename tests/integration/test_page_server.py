@@ -106,7 +106,7 @@ def test_watch_and_replay(server: Server, new_page: Callable[..., Page]) -> None
             f"step {frame['step']} of at most {frame['total']}"
         )
         page.keyboard.press("ArrowRight")
-    expect(page.locator(".text .committed")).to_have_text(answer)
+    expect(page.locator(".text .emitted")).to_have_text(answer)
     expect(page.locator(".text .draft")).to_be_empty()
     steps = [step for chunk in chunks for step in chunk.get("steps", ())]
     small = page.locator(".map .cell > small").all_inner_texts()

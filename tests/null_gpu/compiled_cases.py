@@ -36,7 +36,7 @@ def rows(spec: Any, device: torch.device, backend: str | None) -> list[dict[str,
     R, C, N = test_pass_rows.SLOTS, test_pass_rows.LENGTH, test_pass_rows.ROWS
     slots = CanvasSlots(R, spec, 40, device)
     slots.canvas.copy_(torch.arange(R * C).view(R, C))
-    places = PassRows(slots, N, backend)
+    pass_rows = PassRows(slots, N, backend)
     known = (torch.arange(R * 30, dtype=torch.int32).view(R, 30) + 100).to(device)
     done = torch.arange(R, device=device)
     draw, found = random.Random(0), []
@@ -48,21 +48,21 @@ def rows(spec: Any, device: torch.device, backend: str | None) -> list[dict[str,
         batch = test_pass_rows.batch_of(chosen, draw.sample(range(R), R))
         ids = (torch.arange(N, dtype=torch.int32) + 5000).to(device)
         batch.input_ids = ids[: batch.num_tokens]
-        places.lay_out(batch)
-        places.fill_ids(batch, known, torch.zeros_like(done, dtype=torch.int32))
+        pass_rows.lay_out(batch)
+        pass_rows.fill_ids(batch, known, torch.zeros_like(done, dtype=torch.int32))
         output = StepOutput(slots.canvas, done, done.to(torch.int32), *[None] * 7)
-        n = places.num_rows
+        n = pass_rows.num_rows
         found.append(
             {
                 "ids": ids.tolist(),
-                "index": places.index[:n].tolist(),
-                "hidden_index": places.hidden_index[:n].tolist(),
-                "slot": places.slot[:n].tolist(),
-                "position": places.position[:n].tolist(),
-                "offset": places.offset[:n].tolist(),
-                "causal rows": places.num_causal.tolist(),
-                "causal flags": places.causal_flags.tolist(),
-                "of the engine": [each.tolist() for each in places.for_engine(output)],
+                "index": pass_rows.index[:n].tolist(),
+                "hidden_index": pass_rows.hidden_index[:n].tolist(),
+                "slot": pass_rows.slot[:n].tolist(),
+                "position": pass_rows.position[:n].tolist(),
+                "offset": pass_rows.offset[:n].tolist(),
+                "causal rows": pass_rows.num_causal.tolist(),
+                "causal flags": pass_rows.causal_flags.tolist(),
+                "of the engine": [each.tolist() for each in pass_rows.for_engine(output)],
             }
         )
     return found

@@ -191,7 +191,7 @@ def holds_sequences(llm: Any) -> bool:
     from vllm_diffusion.startup.plan import spec_of
 
     spec = spec_of(runner_of(llm).vllm_config.model_config)
-    return spec is not None and spec.layout.holds_sequence
+    return spec is not None and spec.layout.recomputes
 
 
 def kernels_of(config: Any) -> dict[str, Any]:

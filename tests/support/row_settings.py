@@ -12,8 +12,8 @@ from vllm.v1.outputs import LogprobsTensors
 from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws, RowLogits
 from tests.support.heads import output_head
 from vllm_diffusion.canvas.pass_rows import rows_of
-from vllm_diffusion.decoding.canvas_spec import PositionStatistics
-from vllm_diffusion.sampling.kept_rows import CandidateFilters, draw_filtered
+from vllm_diffusion.decoding.statistics import PositionStatistics
+from vllm_diffusion.sampling.candidate_filters import CandidateFilters, draw_filtered
 from vllm_diffusion.sampling.logprobs import (
     LogprobsRequest,
     no_logprobs,
@@ -197,7 +197,6 @@ def bind(adjustments: RowAdjustments, rows: list[int]) -> LogitAdjustments:
     adjustments.apply_staged_writes()
     slot = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows))
     used = adjustments.used_by(np.arange(len(rows)), None)
-    assert used is not None
     n = len(slot)
     return adjustments.bind(used, slice(n), slot, torch.arange(n))
 

@@ -12,6 +12,7 @@ from vllm_diffusion.decoding.entropy_bound import EntropyBound
 from vllm_diffusion.decoding.layouts import AlignedBlock, FreeCanvas
 from vllm_diffusion.decoding.reveal import Reveal
 from vllm_diffusion.decoding.rule import StepInputs
+from vllm_diffusion.decoding.statistics import PositionStatistics
 
 # Settings of the shipped checkpoint's rule.
 SETTINGS = {
@@ -44,12 +45,16 @@ def step_inputs(**values: Any) -> StepInputs:
     """
     R, C = next(v.shape for v in values.values() if v.dim() == 2)
     zeros = torch.zeros(R, C, dtype=torch.int64)
-    defaults = {
-        "canvas": zeros,
+    predicted = {
         "candidate": zeros,
         "drawn_confidence": torch.zeros(R, C),
         "argmax": zeros,
         "entropy": torch.zeros(R, C),
+    }
+    of_positions = {name: values.pop(name) for name in PositionStatistics._fields if name in values}
+    defaults = {
+        "canvas": zeros,
+        "predicted": PositionStatistics(**(predicted | of_positions)),
         "previous_result": zeros - 1,
         "valid": torch.ones(R, C, dtype=torch.bool),
         "fixed": torch.zeros(R, C, dtype=torch.bool),

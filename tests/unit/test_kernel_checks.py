@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from attention_kernels.checks import Checked
+from vllm_diffusion.attention.backend import LayerKind
 from vllm_diffusion.cli import kernel_checks
 from vllm_diffusion.cli.kernel_cases import TILE, KernelCase, Served, few_tiles
 from vllm_diffusion.cli.kernel_checks import outcome_of, outcomes
 from vllm_diffusion.sampling.vocabulary_stream import TILE_ON_GPU
-from vllm_diffusion.startup.layer_kind import LayerKind
 
 KIND = LayerKind(2, 1, 32, -1, "auto")
 SERVED = Served((KIND,), 8, 300, 16, None, "float32", max_model_len=40)

@@ -31,7 +31,7 @@ class CanvasConstraint:
             after them; ``None`` if all are.
         restart: Denoise what follows the frontier anew.
         num_valid: Leading positions of the previous step's argmax canvas that satisfy the constraint
-            and are all that will be read; 0 if it does not satisfy it, and may not be committed.
+            and are all that will be read; 0 if it does not satisfy it, and may not be emitted.
         num_given: Positions of the canvas before them, which are known tokens.
     """
 
@@ -62,8 +62,8 @@ class CanvasView:
         max_steps: The step cap.
         num_emitted: Tokens of it that the pass emitted; 0 before it is done.
         began_from: [num_rows], int32, what the pass began from, known tokens first.
-        tokens: [P], int32, what it would commit.
-        kept: [P], bool, positions that enter the next step, or are committed, as they are.
+        tokens: [P], int32, what it would emit.
+        kept: [P], bool, positions that enter the next step, or are emitted, as they are.
         decided_step: [P], int32, the step that last wrote each position: 1 is the first, 0 the pass
             before it, or none where the request pins a token.
         entropy: [P], float32, nats.
@@ -143,10 +143,10 @@ class ReportedFrame(msgspec.Struct, array_like=True):
         max_steps: The step cap.
         is_last: Whether the canvas is done.
         begins_anew: Whether it was begun before, and lost with a preemption.
-        num_shown: Leading tokens that an answer would hold if it were committed as it is.
+        num_shown: Leading tokens that an answer would hold if it were emitted as it is.
         is_stopped: Whether the last of these is a token at which the request stops.
         is_ended: Whether the request would end with them, for this or another reason.
-        tokens: int32, what it would commit.
+        tokens: int32, what it would emit.
         kept: uint8, 1 where a token stays; empty if the request wants none.
         entropy: float32, nats; empty if the request wants none.
     """

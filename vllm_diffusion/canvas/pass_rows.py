@@ -147,7 +147,7 @@ class PassRows:
     """Rows of the pass that :meth:`lay_out` was last called for.
 
     Sampled are canvas rows, or those among them that the layout chooses, and, for a model whose canvases
-    begin with a token that known ones give (``CanvasLayout.starts_from_commit``), the last row of each
+    begin with a token that known ones give (``CanvasLayout.is_seeded``), the last row of each
     request whose known tokens end in the pass: to the sampler that is a canvas of one row.
 
     Attributes:

@@ -116,7 +116,7 @@ class RequestTensors:
         settings: [R] each, the rule's settings by name.
         first_phase: [R], int8, :class:`Phase` in which canvases begin: that of a commit where nothing is drafted;
             ``None`` where every canvas is denoised first.
-        read_only: [R], bool, canvases that are never committed.
+        read_only: [R], bool, canvases that need no commit.
         maps_steps: [R], bool, requests that ask which step decided each token.
         seed_canvas: [R, C], int64, first canvases that requests bring.
         end_tokens: [R, E], int64, tokens that end the request; -1 where there are fewer.
@@ -184,9 +184,9 @@ class CanvasSlots:
         vocab_size: Number of token ids.
         phase: [R], int8, :class:`Phase` of each canvas.
         canvas: [R, C], int64, what the next pass starts from.
-        previous_result: [R, C], int64, what the last step would have committed; -1 before the first.
+        previous_result: [R, C], int64, what the last step would have emitted; -1 before the first.
         step: [R], int32, steps that the canvas has taken.
-        decided_step: [R, C], int32, the step, from 1 on, that wrote what each position would commit; 0
+        decided_step: [R, C], int32, the step, from 1 on, that wrote what each position would emit; 0
             before the first one, and where no step writes.
         canvas_idx: [R], int32, canvases of the request before this one.
         num_given: [R], int32, leading positions that are known tokens.
@@ -195,7 +195,7 @@ class CanvasSlots:
         rule_memory: Tensors that the rule remembers, by name; see :class:`Memory`.
         requested: Arguments of the requests.
         block_length: [R], int64, on the host: positions of each canvas that are denoised at a time.
-        num_after: [R], int64, on the host: positions after the answer in a canvas that holds the sequence.
+        num_after: [R], int64, on the host: positions of a canvas after the answer.
         is_seeded: [R], bool, on the host: canvases begin with a token that the encoding pass draws.
         features: Features that slots use, on the host.
         predictions: Texts that answers are expected to resemble.
@@ -237,7 +237,7 @@ class CanvasSlots:
         )
         self.block_length = np.full(R, C, dtype=np.int64)
         self.num_after = np.zeros(R, dtype=np.int64)
-        self.is_seeded = np.full(R, spec.layout.starts_from_commit)
+        self.is_seeded = np.full(R, spec.layout.is_seeded)
         self.features = SlotFeatures()
         self.predictions = Predictions(R, device)
         self._staged: dict[int, NewRequest] = {}
@@ -266,7 +266,7 @@ class CanvasSlots:
     def seeds_next(self) -> Tensor:
         """[R], bool: canvases in their commit, of which a row draws the next one's first token."""
         is_committed = self.phase == int(Phase.COMMITTING)
-        if self.verified is None or self.spec.layout.starts_from_commit:
+        if self.verified is None or self.spec.layout.is_seeded:
             return is_committed
         return is_committed & self.verified
 
@@ -275,9 +275,8 @@ class CanvasSlots:
         self._staged[slot] = request
         own = request.arguments.settings
         self.block_length[slot] = self.spec.block_length(own)
-        self.is_seeded[slot] = self.spec.of_request(own).layout.starts_from_commit
-        has_answer_apart = self.spec.layout.holds_sequence
-        self.num_after[slot] = len(request.arguments.suffix) if has_answer_apart else 0
+        self.is_seeded[slot] = self.spec.of_request(own).layout.is_seeded
+        self.num_after[slot] = self.spec.layout.num_after(len(request.arguments.suffix))
         self.features.add_request(slot, request)
 
     def remove_request(self, slot: int) -> None:

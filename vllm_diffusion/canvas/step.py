@@ -25,8 +25,8 @@ from torch import Tensor
 from attention_kernels.noise import Purpose, uniform_tokens
 from vllm_diffusion.canvas.cuda_graphs import compiled
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
-from vllm_diffusion.decoding.canvas_spec import PositionStatistics
 from vllm_diffusion.decoding.rule import StepDecision, StepInputs
+from vllm_diffusion.decoding.statistics import PositionStatistics
 
 _DENOISING, _COMMITTING = int(Phase.DENOISING), int(Phase.COMMITTING)
 
@@ -67,7 +67,7 @@ class StepOutput(NamedTuple):
         done: [R], bool, canvases of these for which it was the last step.
         step: [R], int32, steps that they have taken, this one among them.
         num_given: [R], int32, their leading positions that are known tokens.
-        kept: [R, C], bool, positions that enter the next step, or are committed, as they are.
+        kept: [R, C], bool, positions that enter the next step, or are emitted, as they are.
         decided: [R, C], bool, positions whose token this step wrote: the mask was decided or the
             token replaced; without a mask, another token became the likeliest. Of pinned positions every
             step counts.
@@ -167,7 +167,7 @@ class CanvasStep:
                 num_final = torch.where(slots.verified, agreed, num_final)
         result = torch.where(denoised[:, None], decision.result, slots.canvas)
         step = slots.step + denoised.to(torch.int32)
-        before = slots.previous_result if self._spec.mask_token_id is None else slots.canvas
+        before = slots.canvas if self._spec.marks_undecided else slots.previous_result
         decided = denoised[:, None] & ((decision.result != before) | slots.pinned)
         written = decided & ~slots.pinned
         decided_step = torch.where(written, step[:, None], slots.decided_step)
@@ -206,11 +206,10 @@ class CanvasStep:
         return self._spec.rule.decide(
             StepInputs(
                 canvas=slots.canvas,
-                candidate=statistics.candidate,
-                drawn_confidence=statistics.drawn_confidence,
                 # Whatever the model predicts there, an answer has the token that is given.
-                argmax=torch.where(fixed, slots.canvas, statistics.argmax),
-                entropy=statistics.entropy,
+                predicted=statistics._replace(
+                    argmax=torch.where(fixed, slots.canvas, statistics.argmax)
+                ),
                 previous_result=slots.previous_result,
                 valid=position < slot_pass.num_rows[:, None],
                 fixed=fixed,
@@ -218,11 +217,7 @@ class CanvasStep:
                 end_tokens=slots.requested.end_tokens if self._converge_at_end else None,
                 step=slots.step,
                 max_steps=slots.requested.max_steps,
-                confidence=statistics.confidence,
-                choices=statistics.choices,
                 uniform=self._uniform(slot_pass.seed),
-                margin=statistics.margin,
-                named=statistics.named,
                 greedy=slot_pass.greedy,
             ),
             slots.requested.settings,
@@ -308,7 +303,7 @@ class CanvasStep:
         seed, first_step = slot_pass.seed, torch.zeros_like(slots.step)
         initial = slots.noise(seed, slots.canvas_idx, first_step, Purpose.INITIAL)
         num_given = torch.zeros_like(slots.num_given)
-        if layout.holds_sequence:
+        if layout.keeps_emitted:
             initial = torch.where(position < num_final[:, None], slots.canvas, initial)
             initial = torch.where(slots.pinned, slots.requested.seed_canvas, initial)
             num_given = num_final
@@ -323,6 +318,6 @@ class CanvasStep:
             canvas = torch.where(is_seed, token, canvas)
         slots.canvas.copy_(canvas)
         slots.num_given.copy_(torch.where(begins, num_given, slots.num_given))
-        if not layout.holds_sequence:
+        if not layout.keeps_emitted:
             # Pins are positions of the first canvas: in each, as in stock, an answer would repeat their tokens.
             slots.pinned.copy_(slots.pinned & ~begins[:, None])

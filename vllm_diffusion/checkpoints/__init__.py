@@ -1,8 +1,8 @@
-"""The tiny checkpoints that come with this package."""
+"""The tiny checkpoints that come with this package, and the tasks that they were trained on."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 __all__ = ["InstallationError", "shipped_checkpoint", "shipped_draft"]
 
@@ -19,6 +19,11 @@ FOLDERS = {
 DRAFT_FOLDERS = {"qwen3": CHECKPOINTS / "tiny_qwen3_dflash"}
 DRAFTED_FAMILY = next(iter(DRAFT_FOLDERS))
 DEFAULT_FAMILY = next(iter(FOLDERS))
+# examples/checkpoints/tiny_tasks.py draws them; docs/use/serving.md has the same sentence.
+TASKS = (
+    "This tiny model adds numbers up to 20, reverses words, writes them in capitals, counts, makes "
+    'lists and writes JSON, and can do little else: try "What is 7+8?" or "Reverse the word lamp."'
+)
 _NEEDED_OF_DRAFT = ("config.json", "model.safetensors")
 _NEEDED = (*_NEEDED_OF_DRAFT, "generation_config.json", "tokenizer.json")
 
@@ -49,6 +54,16 @@ def shipped_draft(family: str = DRAFTED_FAMILY) -> Path:
         InstallationError: If the installation lacks one of its files.
     """
     return _complete(DRAFT_FOLDERS[family], _NEEDED_OF_DRAFT)
+
+
+def shipped_tasks(model: str) -> str:
+    """Return a sentence on what a shipped checkpoint can do, and of any other model an empty string.
+
+    Args:
+        model: Path or name by which a server knows its model. The server may be on another machine.
+    """
+    is_shipped = PurePosixPath(model).parts[-3:-1] == CHECKPOINTS.parts[-2:]
+    return TASKS if is_shipped else ""
 
 
 def _complete(folder: Path, needed: tuple[str, ...]) -> Path:

@@ -100,7 +100,7 @@ def _take(chunk: Any, answer: Answer, display: PlainDisplay | LiveDisplay) -> No
         answer.finish_reason = choice.finish_reason or answer.finish_reason
         if piece := printable(choice.delta.content or ""):
             answer.text += piece
-            display.committed(piece, answer)
+            display.emitted(piece, answer)
 
 
 def first_model(client: OpenAI) -> str:
@@ -172,7 +172,7 @@ def display_for(out: TextIO, *, plain: bool = False) -> PlainDisplay | LiveDispl
 
 
 class PlainDisplay:
-    """Text as it is committed, and nothing else.
+    """Text as it is emitted, and nothing else.
 
     The answer arrives while a display is open as a context.
     """
@@ -191,7 +191,7 @@ class PlainDisplay:
             self._out.write("\n")
             self._out.flush()
 
-    def committed(self, piece: str, answer: Answer) -> None:
+    def emitted(self, piece: str, answer: Answer) -> None:
         """Show text that will not change any more; ``answer`` holds it already."""
         self._out.write(piece)
         self._out.flush()
@@ -202,7 +202,7 @@ class PlainDisplay:
 
 
 class LiveDisplay:
-    """Committed text, the canvas with its kept tokens plain and the rest dim, and a line of figures."""
+    """Emitted text, the canvas with its kept tokens plain and the rest dim, and a line of figures."""
 
     draws_canvases = True
 
@@ -225,7 +225,7 @@ class LiveDisplay:
         self._draw()
         self._live.stop()
 
-    def committed(self, piece: str, answer: Answer) -> None:
+    def emitted(self, piece: str, answer: Answer) -> None:
         self._answer, self._canvas = answer, None
         self._draw()
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_diffusion.checkpoints import shipped_tasks
 from vllm_diffusion.cli import values
 from vllm_diffusion.cli.answer import (
     AnswerError,
@@ -29,7 +30,6 @@ from vllm_diffusion.cli.checkpoint import add_family, family_of, shipped_server
 from vllm_diffusion.cli.client import openai_client
 from vllm_diffusion.cli.console import add_verbose, say
 from vllm_diffusion.cli.values import printable
-from vllm_diffusion.startup.shipped import shipped_tasks
 
 if TYPE_CHECKING:
     from openai import OpenAI

@@ -272,7 +272,7 @@ def serving_facts() -> Iterator[Fact]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
-    from vllm_diffusion.startup.compile_backends import compile_backend
+    from vllm_diffusion.startup.machine import compile_backend
 
     yield Fact("platform", _path(type(current_platform)))
     config = EngineArgs(model=str(checkpoint), max_model_len=1024).create_engine_config()

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from attention_kernels.checks import AttentionShape, RowsShape
+from vllm_diffusion.attention.backend import LayerKind
 from vllm_diffusion.decoding.layouts import span_variants
-from vllm_diffusion.startup.layer_kind import LayerKind
 from vllm_diffusion.startup.plan import DiffusionPlan
 
 if TYPE_CHECKING:

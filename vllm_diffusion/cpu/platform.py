@@ -21,8 +21,8 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_diffusion.hooks.own_entry_points import own_entry_points
 from vllm_diffusion.startup.machine import kv_cache_bytes
+from vllm_diffusion.startup.options import choose_worker
 from vllm_diffusion.startup.plan import spec_of
-from vllm_diffusion.startup.worker_class import choose_worker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

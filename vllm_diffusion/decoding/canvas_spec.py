@@ -4,80 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from vllm_diffusion.decoding.layouts import CanvasLayout
 from vllm_diffusion.decoding.rule import RULE, DecodingRule
+from vllm_diffusion.decoding.statistics import PositionStatistics
 
 _FINAL = "is not supported by this model, which cannot revise a token that a canvas starts from; leave it out."
-
-
-class PositionStatistics(NamedTuple):
-    """Statistics of positions: of n rows, [n], or of each position of each slot, [R, C].
-
-    ``choices`` are [n, K] or [R, C, K], ``named`` [n, M] or [R, C, M]. The fields are those of
-    :class:`StepInputs`, and of rows ``soft_embeds``, [n, hidden_size], float32: token embeddings weighted by
-    their probability, for a model with self-conditioning. A slot without rows in the pass has what an
-    earlier pass left there, and nothing reads it.
-    """
-
-    argmax: Tensor
-    candidate: Tensor
-    entropy: Tensor
-    drawn_confidence: Tensor
-    confidence: Tensor | None = None
-    choices: Tensor | None = None
-    margin: Tensor | None = None
-    named: Tensor | None = None
-    soft_embeds: Tensor | None = None
-
-    @property
-    def num_likeliest(self) -> int:
-        """K, likeliest tokens of each position in ``choices``; 0 without them."""
-        return 0 if self.choices is None else self.choices.shape[-1]
-
-    def write(self, slot: Tensor, position: Tensor, values: PositionStatistics) -> None:
-        """Put statistics of rows at their places, as far as these are kept of slots.
-
-        Args:
-            slot: [n], int64, of each row.
-            position: [n], int64, of each row in its canvas.
-            values: Of the rows.
-        """
-        for held, own in zip(self, values, strict=True):
-            if held is not None and own is not None:
-                held[slot, position] = own
-
-    @staticmethod
-    def zeros(
-        num_slots: int, length: int, rule: DecodingRule, device: torch.device
-    ) -> PositionStatistics:
-        """Allocate the statistics of R slots with canvases of C positions.
-
-        Args:
-            num_slots: R.
-            length: C.
-            rule: What decides from them.
-            device: Where the tensors are.
-        """
-
-        def zeros(dtype: torch.dtype, *width: int) -> Tensor:
-            return torch.zeros(num_slots, length, *width, dtype=dtype, device=device)
-
-        num_likeliest, num_named = rule.num_choices, len(rule.named_tokens)
-        return PositionStatistics(
-            argmax=zeros(torch.int64),
-            candidate=zeros(torch.int64),
-            entropy=zeros(torch.float32),
-            drawn_confidence=zeros(torch.float32),
-            confidence=zeros(torch.float32) if num_likeliest else None,
-            choices=zeros(torch.int64, num_likeliest) if num_likeliest else None,
-            margin=zeros(torch.float32) if rule.judges_filtered else None,
-            named=zeros(torch.float32, num_named) if num_named else None,
-        )
 
 
 @dataclass(frozen=True)
@@ -109,6 +44,14 @@ class CanvasSpec:
         """Canvas length C: positions that are denoised together."""
         return self.layout.length
 
+    @property
+    def marks_undecided(self) -> bool:
+        """True if a position without a token holds the mask, and every other one keeps what was drawn for it.
+
+        Otherwise it holds noise like any token, and each step writes all positions anew.
+        """
+        return self.mask_token_id is not None
+
     def num_given(self, num_known: int) -> int:
         """Return how many leading positions of the canvas after ``num_known`` tokens are known too."""
         return self.layout.num_given(num_known)
@@ -139,7 +82,7 @@ class CanvasSpec:
     def seeded_layout(self) -> CanvasLayout | None:
         """Layout of canvases that begin with a token which the encoding pass draws; ``None`` if none do."""
         layout = self.layout if self.drafts is None else self.drafts.layout
-        return layout if layout.starts_from_commit else None
+        return layout if layout.is_seeded else None
 
     def block_length(self, settings: Mapping[str, float | str]) -> int:
         """Return how many positions of a request's canvas are denoised at a time.
@@ -160,7 +103,7 @@ class CanvasSpec:
     def refused_arguments(self) -> Mapping[str, str]:
         """The ``diffusion_*`` arguments that are not supported, without that prefix, each with the reason and the remedy."""
         refused = self.layout.refused_arguments
-        if self.mask_token_id is None or self.rule.revises:
+        if not self.marks_undecided or self.rule.revises:
             return refused
         return {"prediction": _FINAL, **refused}
 
@@ -183,4 +126,18 @@ class CanvasSpec:
             num_slots: R.
             device: Where the tensors are.
         """
-        return PositionStatistics.zeros(num_slots, self.length, self.rule, device)
+
+        def zeros(dtype: torch.dtype, *width: int) -> Tensor:
+            return torch.zeros(num_slots, self.length, *width, dtype=dtype, device=device)
+
+        num_likeliest, num_named = self.rule.num_choices, len(self.rule.named_tokens)
+        return PositionStatistics(
+            argmax=zeros(torch.int64),
+            candidate=zeros(torch.int64),
+            entropy=zeros(torch.float32),
+            drawn_confidence=zeros(torch.float32),
+            confidence=zeros(torch.float32) if num_likeliest else None,
+            choices=zeros(torch.int64, num_likeliest) if num_likeliest else None,
+            margin=zeros(torch.float32) if self.rule.judges_filtered else None,
+            named=zeros(torch.float32, num_named) if num_named else None,
+        )

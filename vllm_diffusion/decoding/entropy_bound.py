@@ -30,7 +30,7 @@ class EntropyBound(DecodingRule):
     """Accept positions from most to least certain while the entropy before each is in budget.
 
     A canvas is done when its argmax repeated for ``stability_threshold`` steps and the mean entropy
-    is below ``confidence_threshold``. The argmax canvas is committed, not the noisy one. Fixed positions
+    is below ``confidence_threshold``. The argmax canvas is emitted, not the noisy one. Fixed positions
     are kept, and their entropies count nowhere: the model need not agree with them. The temperature falls from ``t_max`` towards ``t_min``; a request's own temperature multiplies it in
     draws.
 
@@ -97,25 +97,26 @@ class EntropyBound(DecodingRule):
         self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
     ) -> StepDecision:
         # Fixed positions, and those beyond a narrow canvas, sort last and take nothing from the budget.
-        entropy = torch.where(inputs.valid & ~inputs.fixed, inputs.entropy, torch.inf)
+        predicted = inputs.predicted
+        entropy = torch.where(inputs.valid & ~inputs.fixed, predicted.entropy, torch.inf)
         ascending, order = torch.sort(entropy, dim=-1, stable=True)
         accepted = in_budget(ascending, settings["entropy_bound"])
         keep = torch.zeros_like(accepted).scatter(-1, order, accepted)
         keep = (keep | inputs.fixed) & inputs.valid
 
-        counted = inputs.counted(inputs.argmax)
-        repeated = ((inputs.argmax == inputs.previous_result) | ~counted).all(dim=-1)
+        counted = inputs.counted(predicted.argmax)
+        repeated = ((predicted.argmax == inputs.previous_result) | ~counted).all(dim=-1)
         stable_steps = torch.where(repeated, memory["stable_steps"] + 1, 0)
         judged = counted & ~inputs.fixed
         num_judged = judged.sum(dim=-1).clamp(min=1)
-        mean_entropy = torch.where(judged, inputs.entropy, 0.0).sum(dim=-1) / num_judged
+        mean_entropy = torch.where(judged, predicted.entropy, 0.0).sum(dim=-1) / num_judged
         done = (stable_steps >= settings["stability_threshold"]) & (
             mean_entropy < settings["confidence_threshold"]
         )
         return StepDecision(
             keep=keep,
-            tokens=inputs.candidate,
-            result=inputs.argmax,
+            tokens=predicted.candidate,
+            result=predicted.argmax,
             done=done,
             memory={"stable_steps": stable_steps},
         )

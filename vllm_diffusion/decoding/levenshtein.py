@@ -95,14 +95,15 @@ class Levenshtein(RevealAndEdit):
     def decide(
         self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
     ) -> StepDecision:
-        assert inputs.choices is not None
-        assert inputs.confidence is not None
+        predicted = inputs.predicted
+        assert predicted.choices is not None
+        assert predicted.confidence is not None
         canvas, free = inputs.canvas, inputs.valid & ~inputs.fixed
         masked = self.masked(inputs)
         is_first = masked & ((inputs.step == 0)[:, None] | memory["is_first"])
         reveal = self._reveal(inputs, settings, masked, is_first)
-        drawn = torch.where(masked, inputs.candidate, inputs.argmax)
-        confidence = torch.where(masked, inputs.drawn_confidence, inputs.confidence)
+        drawn = torch.where(masked, predicted.candidate, predicted.argmax)
+        confidence = torch.where(masked, predicted.drawn_confidence, predicted.confidence)
         edit = free & ~masked & (drawn != canvas)
         edit = edit & (confidence > settings["editing_threshold"][:, None])
 
@@ -113,7 +114,7 @@ class Levenshtein(RevealAndEdit):
         reveals_last = finds_first & ~(is_first & ~reveal).any(dim=-1)
         at_cap = inputs.step + 1 >= inputs.max_steps
         is_final = torch.where(most > 0, post_steps >= most, reveals_last) | at_cap
-        plain = self._plain(inputs.choices)
+        plain = self._plain(predicted.choices)
         drawn = torch.where(is_final[:, None] & self._is_operation(drawn), plain, drawn)
         write = edit | reveal | (masked & is_final[:, None])
         written = torch.where(write, drawn, canvas)
@@ -184,7 +185,7 @@ class Levenshtein(RevealAndEdit):
         Returns:
             The tokens, [R, C], int64, and the fingerprints with this step's.
         """
-        assert inputs.choices is not None
+        assert inputs.predicted.choices is not None
         column = torch.arange(fingerprints.shape[-1], device=written.device)
         step = inputs.step[:, None]
         for _ in range(MAX_ESCAPES):
@@ -194,7 +195,7 @@ class Levenshtein(RevealAndEdit):
             again = is_repeated & may_escape & changed.any(dim=-1)
             place = torch.where(changed, confidence, torch.inf).argmin(dim=-1, keepdim=True)
             there = written.gather(-1, place)
-            likeliest, second, _ = inputs.choices.gather(
+            likeliest, second, _ = inputs.predicted.choices.gather(
                 1, place[..., None].expand(-1, -1, self.num_choices)
             ).unbind(-1)
             other = torch.where(there == likeliest, second, likeliest)

@@ -48,9 +48,9 @@ class PassOrder:
             is_async: Passes are scheduled before the last one's output is known.
             own_attention: This package's back end attends, and not one of vLLM's.
         """
-        needs_commit = is_async and not spec.layout.holds_sequence
+        needs_commit = is_async and not spec.layout.recomputes
         commits = needs_commit or spec.rule.can_finish_kv or spec.layout.verifies
-        shares = own_attention and not spec.layout.starts_from_commit
+        shares = own_attention and not spec.layout.is_seeded
         return cls(
             commits=commits,
             commit_encodes=commits and not spec.rule.can_finish_kv,

@@ -159,7 +159,7 @@ class Reveal(DecodingRule):
     ) -> StepDecision:
         masked = self.masked(inputs)
         reveal = self.revealed(inputs, settings, masked, self.num_least(inputs, masked))
-        tokens = torch.where(masked, inputs.candidate, inputs.canvas)
+        tokens = torch.where(masked, inputs.predicted.candidate, inputs.canvas)
         decided = reveal | ~masked
         counted = inputs.counted(tokens, decided)
         return StepDecision(
@@ -197,16 +197,19 @@ class Reveal(DecodingRule):
             candidates = masked & (sub_block == first)
         strategy = {name: settings["strategy"][:, None] == i for i, name in enumerate(STRATEGIES)}
         position = torch.arange(masked.shape[-1], device=masked.device)
-        score = torch.where(strategy[SEQUENTIAL], -position, inputs.drawn_confidence)
+        score = torch.where(strategy[SEQUENTIAL], -position, inputs.predicted.drawn_confidence)
         by_entropy = strategy[ENTROPY] | strategy[ENTROPY_BUDGET]
-        score = torch.where(by_entropy, -inputs.entropy, score)
+        score = torch.where(by_entropy, -inputs.predicted.entropy, score)
         score = torch.where(candidates, score, -torch.inf)
         descending, order = torch.sort(score, dim=-1, descending=True, stable=True)
         place = places(order)
         num_least = num_least[:, None]
         affordable = in_budget(-descending, settings["entropy_budget"]) & strategy[ENTROPY_BUDGET]
         in_order = candidates & (place < affordable.sum(dim=-1, keepdim=True).maximum(num_least))
-        confidence, threshold = inputs.drawn_confidence, settings["reveal_threshold"][:, None]
+        confidence, threshold = (
+            inputs.predicted.drawn_confidence,
+            settings["reveal_threshold"][:, None],
+        )
         passes = confidence >= threshold if self.includes_threshold else confidence > threshold
         confident = candidates & passes
         is_enough = confident.sum(dim=-1, keepdim=True) >= num_least
@@ -271,9 +274,11 @@ class RevealAndEdit(Reveal):
     ) -> StepDecision:
         masked = self.masked(inputs)
         reveal = self.revealed(inputs, settings, masked, self.num_least(inputs, masked))
-        edit = inputs.valid & ~inputs.fixed & ~masked & (inputs.candidate != inputs.canvas)
-        edit = edit & (inputs.drawn_confidence > settings["editing_threshold"][:, None])
-        tokens = torch.where(masked | edit, inputs.candidate, inputs.canvas)
+        edit = (
+            inputs.valid & ~inputs.fixed & ~masked & (inputs.predicted.candidate != inputs.canvas)
+        )
+        edit = edit & (inputs.predicted.drawn_confidence > settings["editing_threshold"][:, None])
+        tokens = torch.where(masked | edit, inputs.predicted.candidate, inputs.canvas)
         decided = reveal | ~masked
         counted = inputs.counted(tokens, decided)
         has_no_mask = ~(masked & counted).any(dim=-1)
@@ -313,7 +318,7 @@ class LinearSpec(VerifiedRule):
     def decide(
         self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
     ) -> StepDecision:
-        tokens = keep_first_token(inputs).candidate
+        tokens = keep_first_token(inputs).predicted.candidate
         return StepDecision(
             keep=inputs.valid,
             tokens=tokens,

@@ -44,10 +44,9 @@ class RevealInBlocks(Reveal):
         in_reach = position < end[:, None]
         assert inputs.uniform is not None
         is_random = settings["strategy"][:, None] == _STRATEGIES.index(RANDOM)
-        within = inputs._replace(
-            valid=inputs.valid & in_reach,
-            drawn_confidence=torch.where(is_random, inputs.uniform, inputs.drawn_confidence),
-        )
+        confidence = torch.where(is_random, inputs.uniform, inputs.predicted.drawn_confidence)
+        within = inputs.with_predicted(drawn_confidence=confidence)
+        within = within._replace(valid=inputs.valid & in_reach)
         decision = super().decide(within, settings, memory)
         return decision._replace(
             keep=decision.keep & in_reach,
@@ -93,19 +92,20 @@ class RevealEndsLast(RevealInBlocks):
     def decide(
         self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
     ) -> StepDecision:
-        assert inputs.named is not None
+        predicted = inputs.predicted
+        assert predicted.named is not None
         assert inputs.greedy is not None
         named = torch.tensor(self.named_tokens, device=inputs.canvas.device)
         # [R, 2]: whose probabilities the confidences are without.
         held_back = torch.stack([inputs.greedy, torch.ones_like(inputs.greedy)], dim=-1)
         held_back = held_back & (settings["confidence_eos_eot_inf"] > 0)[:, None]
-        rest = 1 - torch.where(held_back[:, None], inputs.named, 0.0).sum(dim=-1)
-        is_held = ((inputs.candidate[..., None] == named) & held_back[:, None]).any(dim=-1)
-        confidence = (inputs.drawn_confidence / rest.clamp(min=FLOAT32_MIN)).clamp(max=1.0)
+        rest = 1 - torch.where(held_back[:, None], predicted.named, 0.0).sum(dim=-1)
+        is_held = ((predicted.candidate[..., None] == named) & held_back[:, None]).any(dim=-1)
+        confidence = (predicted.drawn_confidence / rest.clamp(min=FLOAT32_MIN)).clamp(max=1.0)
         confidence = torch.where(is_held, 0.0, confidence)
         any_held = held_back.any(dim=-1, keepdim=True)
-        confidence = torch.where(any_held, confidence, inputs.drawn_confidence)
-        return super().decide(inputs._replace(drawn_confidence=confidence), settings, memory)
+        confidence = torch.where(any_held, confidence, predicted.drawn_confidence)
+        return super().decide(inputs.with_predicted(drawn_confidence=confidence), settings, memory)
 
 
 class RevealWithThoughts(RevealInBlocks):

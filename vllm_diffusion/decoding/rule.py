@@ -21,6 +21,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from vllm_diffusion.decoding.statistics import PositionStatistics
+
 INT32_MAX = 2**31 - 1
 # Smaller numbers lose their digits in float32, or are 0.
 FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, 3.4028234663852886e38
@@ -130,12 +132,7 @@ class StepInputs(NamedTuple):
 
     Attributes:
         canvas: [R, C], int64, the tokens that the step started from.
-        candidate: [R, C], int64, the token drawn at each position.
-        drawn_confidence: [R, C], float32, its probability in the distribution that it was drawn
-            from.
-        argmax: [R, C], int64, the likeliest token; at ``fixed`` positions theirs.
-        entropy: [R, C], float32, nats, at the temperature of judging: of all tokens, or where the rule
-            ``judges_filtered`` of what the request's filters keep.
+        predicted: Statistics of each position, [R, C], whose ``argmax`` at ``fixed`` positions is their token.
         previous_result: [R, C], int64, the result of the previous step; -1 on a canvas's first
             step.
         valid: [R, C], bool, positions that the request's canvas has.
@@ -146,25 +143,13 @@ class StepInputs(NamedTuple):
             if a canvas is judged by all of its positions.
         step: [R], int32, steps of this canvas before this one.
         max_steps: [R], int32, the step cap.
-        confidence: [R, C], float32, the probability of ``argmax``; ``None`` unless the rule looks at
-            more choices than that.
-        choices: [R, C, K], int64, the K likeliest tokens, the likeliest first, K being the rule's
-            ``num_choices``; a position with fewer possible ones repeats its last. ``None`` where that
-            is 0.
         uniform: [R, C], float32, a random number between 0 and 1 for each position; ``None`` unless the
             rule draws positions.
-        margin: [R, C], float32, the probability of the likeliest token less that of the next one, of what the
-            request's filters keep; ``None`` unless the rule ``judges_filtered``. Only those of requests for
-            which it ``reads_margin`` are computed.
-        named: [R, C, M], float32, probabilities of the rule's ``named_tokens``; ``None`` if there are none.
         greedy: [R], bool, requests whose temperature is 0.
     """
 
     canvas: Tensor
-    candidate: Tensor
-    drawn_confidence: Tensor
-    argmax: Tensor
-    entropy: Tensor
+    predicted: PositionStatistics
     previous_result: Tensor
     valid: Tensor
     fixed: Tensor
@@ -172,12 +157,12 @@ class StepInputs(NamedTuple):
     end_tokens: Tensor | None
     step: Tensor
     max_steps: Tensor
-    confidence: Tensor | None = None
-    choices: Tensor | None = None
     uniform: Tensor | None = None
-    margin: Tensor | None = None
-    named: Tensor | None = None
     greedy: Tensor | None = None
+
+    def with_predicted(self, **changed: Tensor) -> StepInputs:
+        """Return the inputs with other statistics, by the names of :class:`PositionStatistics`."""
+        return self._replace(predicted=self.predicted._replace(**changed))
 
     def counted(self, tokens: Tensor, decided: Tensor | None = None) -> Tensor:
         """Return the positions by which a canvas is judged, [R, C], bool.
@@ -203,7 +188,7 @@ class StepDecision(NamedTuple):
     Attributes:
         keep: [R, C], bool, positions whose token enters the next step; the rest is noise again.
         tokens: [R, C], int64, the token at kept positions.
-        result: [R, C], int64, tokens to commit if this was the canvas's last step; at fixed positions
+        result: [R, C], int64, tokens to emit if this was the canvas's last step; at fixed positions
             those of the canvas.
         done: [R], bool, true if the canvas has converged.
         memory: New memory of the rule, by name, in the shapes of :class:`Memory`.
@@ -277,9 +262,9 @@ def is_first(canvas: Tensor) -> Tensor:
 def keep_first_token(inputs: StepInputs) -> StepInputs:
     """Return the inputs of a draft: what is drawn and likeliest at a canvas's first position is its token."""
     first = is_first(inputs.canvas)
-    return inputs._replace(
-        candidate=torch.where(first, inputs.canvas, inputs.candidate),
-        argmax=torch.where(first, inputs.canvas, inputs.argmax),
+    return inputs.with_predicted(
+        candidate=torch.where(first, inputs.canvas, inputs.predicted.candidate),
+        argmax=torch.where(first, inputs.canvas, inputs.predicted.argmax),
     )
 
 

@@ -88,12 +88,13 @@ class TimedReveal(DecodingRule):
         share = self._share(time, settings["eps"], inputs.max_steps)
         number = torch.where(time >= last, num_masks, (num_masks * share).long())
 
-        assert inputs.margin is not None
+        predicted = inputs.predicted
+        assert predicted.margin is not None
         algorithm = settings["algorithm"][:, None]
         score = torch.where(
-            algorithm == ALGORITHMS.index(TOPK_MARGIN), inputs.margin, inputs.drawn_confidence
+            algorithm == ALGORITHMS.index(TOPK_MARGIN), predicted.margin, predicted.drawn_confidence
         )
-        score = torch.where(algorithm == ALGORITHMS.index(ENTROPY), -inputs.entropy, score)
+        score = torch.where(algorithm == ALGORITHMS.index(ENTROPY), -predicted.entropy, score)
         heat = settings["alg_temp"][:, None]
         # The largest of scores with such noise are positions drawn without replacement.
         noise = -torch.log(-torch.log(inputs.uniform))
@@ -104,7 +105,7 @@ class TimedReveal(DecodingRule):
         chosen = torch.where(is_origin[:, None], by_chance, place < number[:, None])
 
         decided = (masked & chosen) | ~masked
-        tokens = torch.where(masked, inputs.candidate, inputs.canvas)
+        tokens = torch.where(masked, predicted.candidate, inputs.canvas)
         return StepDecision(
             keep=decided,
             tokens=tokens,

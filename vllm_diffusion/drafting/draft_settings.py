@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_diffusion.drafting.recording import Ring
 from vllm_diffusion.drafting.reveal_block import CONFIDENCE, ORDERS, SCHEDULES, unmask_counts
-from vllm_diffusion.startup.additional_config import check_choices, section_of
+from vllm_diffusion.startup.plugin_settings import check_choices, section_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -41,7 +41,7 @@ class ReportedAnswer:
     vLLM merges outputs that wait for their reader into the first of them, so that each one leads here.
 
     Attributes:
-        steps: The step of each committed token.
+        steps: The step of each emitted token.
         trace: For each canvas, what its steps began from.
         metrics: Metrics of the finished answer; ``None`` before.
         followed: The text that the answer is expected to resemble, where the request brings one.

@@ -27,11 +27,11 @@ class CanvasFrame:
         step: Number of the step, from 1 on. A constraint may hold a canvas beyond ``total``.
         total: Step cap of the canvas.
         offset: Position of the canvas's start in the answer's text, in characters.
-        text: Text that the canvas would add if it were committed as it is, before a chat's parsers.
+        text: Text that the canvas would add if it were emitted as it is, before a chat's parsers.
         answer_token_ids: Tokens that it would add: up to an end token, a stop string, a detected
             repetition, ``max_tokens`` or, for a verified draft, the first rejected token.
         ends_answer: True if the answer would end with them.
-        is_last: True if the canvas is committed as it is; its tokens follow.
+        is_last: True if the canvas is emitted as it is; its tokens follow.
         begins_anew: True if an earlier frame showed this canvas before it was lost: the request was
             preempted, and denoises the canvas again.
         token_ids: Tokens of all its positions; ``None`` if not requested, like the fields below.
@@ -89,7 +89,7 @@ class StreamedFrame(CanvasFrame):
 
 @dataclass(frozen=True)
 class CanvasStepMap:
-    """The steps that decided the tokens of a canvas that was committed.
+    """The steps that decided the tokens of a canvas that was emitted.
 
     Attributes:
         index: Place of the answer among the ``n`` of its prompt.
@@ -116,7 +116,7 @@ def frame_of(
     Args:
         reported: Report of the engine.
         fields: Fields of the frame besides its text.
-        state: vLLM's state of the request after its committed tokens.
+        state: vLLM's state of the request after its emitted tokens.
         prompt_index: Place of the prompt in the call.
     """
     tokens: list[int] = np.frombuffer(reported.tokens, np.int32).tolist()
@@ -227,7 +227,7 @@ class ParsedAnswers:
         self._shared = {id(value): value for value in shared}
 
     def take(self, output: Any) -> None:
-        """Parse tokens that are committed.
+        """Parse tokens that are emitted.
 
         Args:
             output: vLLM's ``RequestOutput`` with deltas.
@@ -261,7 +261,7 @@ class ParsedAnswers:
             "offset": self._offsets[frame.index],
             "text": delta.get("content") or "",
             "reasoning": delta.get("reasoning"),
-            # Without the name of a call, which is drawn when the call is committed.
+            # Without the name of a call, which is drawn when the call is emitted.
             "tool_calls": [
                 {name: value for name, value in call.items() if name != "id"}
                 for call in delta.get("tool_calls") or ()

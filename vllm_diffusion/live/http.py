@@ -2,7 +2,7 @@
 
 vLLM's server keeps one object for each endpoint. Before the server answers its first request, each of
 them is given a subclass of ours, which checks more and sends more. A frame is a chunk of the stream
-whose delta is empty, which clients skip, with what is shown next to it. Committed text stays in ordinary deltas.
+whose delta is empty, which clients skip, with what is shown next to it. Emitted text stays in ordinary deltas.
 :class:`CheckedModels` refuses an adapter that would end the engine.
 """
 

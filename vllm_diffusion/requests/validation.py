@@ -251,7 +251,7 @@ def _combinations(params: Any, arguments: RequestArguments, spec: CanvasSpec) ->
         "prediction": is_predicted,
     }
     for field, is_set in brings.items():
-        if reports and is_set and spec.mask_token_id is not None:
+        if reports and is_set and spec.marks_undecided:
             reason = (
                 f"(top_logprobs, logprob_token_ids) cannot be combined with {field} in this "
                 "model, where no step decides the tokens that a request brings; leave one of them out."
@@ -334,7 +334,7 @@ def _narrowed(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> Req
         and arguments.seed_canvas is None
         and not arguments.suffix
         # What a masked model writes at a position depends on the masks after it.
-        and spec.mask_token_id is None
+        and not spec.marks_undecided
     ):
         return msgspec.structs.replace(arguments, canvas_length=params.max_tokens)
     return arguments

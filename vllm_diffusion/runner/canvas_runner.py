@@ -34,7 +34,7 @@ class CanvasRunner(GPUModelRunner):
 
         Drafts as long as the longest sequence would be written beyond its tensors.
         """
-        if not self.model_state.spec.layout.holds_sequence:
+        if self.model_state.spec.layout.has_one_length:
             yield
             return
         own = self.num_speculative_steps, self.decode_query_len

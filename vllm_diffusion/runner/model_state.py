@@ -33,7 +33,7 @@ from vllm_diffusion.sampling.output_head import OutputHead, head_of
 from vllm_diffusion.sampling.pass_graphs import MOST_ADJUSTED_CANVASES
 from vllm_diffusion.sampling.sampler import DiffusionSampler
 from vllm_diffusion.startup.capture_sizes import MAX_CANVASES
-from vllm_diffusion.startup.compile_backends import compile_backend, launch_backend
+from vllm_diffusion.startup.machine import compile_backend, launch_backend
 from vllm_diffusion.startup.plan import plan_of
 from vllm_diffusion.weights.formats import describe_kernels
 
@@ -172,7 +172,7 @@ class BlockDiffusionModelState(ModelState):
 
     def most_captured(self) -> int:
         """Canvases of the largest graph; 0 where one is as long as a sequence."""
-        if self.spec.layout.holds_sequence:
+        if not self.spec.layout.has_one_length:
             return 0
         return min(self.max_num_reqs, MAX_CANVASES, self.max_num_tokens // self.canvas_length)
 
@@ -219,7 +219,7 @@ class BlockDiffusionModelState(ModelState):
         scheduler = str(self.vllm_config.scheduler_config.scheduler_cls)
         order = "async" if self.vllm_config.scheduler_config.async_scheduling else "sync"
         encode = "fused with the next canvas" if self.order.encode_with_step else "separate"
-        if self.spec.layout.holds_sequence:
+        if self.spec.layout.recomputes:
             encode = "never"
         logger.info_once(
             "vllm-diffusion serves this model: model %s, sampler %s, attention %s, scheduler %s "
@@ -288,8 +288,8 @@ class BlockDiffusionModelState(ModelState):
         else:
             num_reqs = input_batch.num_reqs
             num_tokens = input_batch.num_tokens
-        places = self.pass_rows
-        places.lay_out(input_batch)
+        pass_rows = self.pass_rows
+        pass_rows.lay_out(input_batch)
         attn_metadata = build_attn_metadata(
             attn_groups=attn_groups,
             num_reqs=num_reqs,
@@ -309,11 +309,11 @@ class BlockDiffusionModelState(ModelState):
             kv_cache_config=kv_cache_config,
             seq_lens_cpu_upper_bound=input_batch.seq_lens_cpu_upper_bound,
             for_cudagraph_capture=for_capture,
-            causal=places.causal_flags[:num_reqs],
+            causal=pass_rows.causal_flags[:num_reqs],
         )
         return bind_canvas(
             attn_metadata,
-            places.num_causal[:num_reqs],
+            pass_rows.num_causal[:num_reqs],
             self.row_spans(input_batch, num_tokens),
             self.settings.window_anchor,
         )

@@ -220,15 +220,18 @@ class EmittedLogprobs:
             drawn: Log-probabilities of the tokens that the pass drew, of each of its rows.
             step: What the step decided.
         """
-        places, layout = self._pass_rows, self._slots.spec.layout
-        slot, position = places.slot[: places.num_rows], places.position[: places.num_rows]
-        num_rows, is_seeding = places.requests.num_rows, places.requests.seeding
+        pass_rows, layout = self._pass_rows, self._slots.spec.layout
+        slot, position = (
+            pass_rows.slot[: pass_rows.num_rows],
+            pass_rows.position[: pass_rows.num_rows],
+        )
+        num_rows, is_seeding = pass_rows.requests.num_rows, pass_rows.requests.seeding
         width = max(drawn.logprobs.shape[1], self._waiting.logprobs.shape[2])
         drawn, self._waiting = _widened(drawn, width), _widened(self._waiting, width)
         owner, at = slot, position
         if (seeded := self._slots.spec.seeded_layout) is not None:
             assert self._committed is not None
-            committed, seeding = self._committed[slot], places.of_slots.seeding[slot]
+            committed, seeding = self._committed[slot], pass_rows.of_slots.seeding[slot]
             # Of a draft only what its commit draws is emitted.
             is_read = committed if layout.verifies else self._decided(step)[slot, position]
             if (verified := self._slots.verified) is not None:
@@ -253,7 +256,7 @@ class EmittedLogprobs:
     def _decided(self, step: StepOutput) -> Tensor:
         """[R, C], bool: positions whose token this step decided, as far as it is known."""
         decided = step.decided
-        if self._slots.spec.mask_token_id is None:
+        if not self._slots.spec.marks_undecided:
             decided = decided | ~self._slots.requested.maps_steps[:, None]
         return decided & step.denoised[:, None]
 

@@ -1,18 +1,15 @@
-"""Functions that a pass launches, each replayed as a graph for the shapes that were captured.
+"""Graphs of the functions that a pass launches, for the shapes that were captured.
 
 A pass in which no request uses more than temperatures and seeds, and some canvas may take another step, is one
 function, the plain step. Any other pass is sampled in parts, and then decided: its adjusted rows; of these the rows with
-filters, a canvas's length of them at a time, or 256, which need the statistics of the whole row; and the rows with
-log-probabilities, which need the tokens. The last two project their rows again. Their statistics are
-scattered to the positions of their canvases. A part without a graph is called, and then does no more
-than the pass uses. The adjusted rows are also called where no canvas takes another step, or where every request is
-held to a few ids.
+filters, a canvas's length of them at a time, or 256; and the rows with log-probabilities. A part without a graph is
+called, and then does no more than the pass uses. The adjusted rows are also called where no canvas takes another step, or
+where every request is held to a few ids.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -20,94 +17,12 @@ from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 
-from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws, RowLogits
-from vllm_diffusion.canvas.cuda_graphs import Capture, GraphedFunction, compiled_by_rows
+from vllm_diffusion.canvas.cuda_graphs import Capture, GraphedFunction
 from vllm_diffusion.canvas.pass_rows import PassRows, rows_of
-from vllm_diffusion.canvas.step import CanvasStep, StepOutput
-from vllm_diffusion.decoding.canvas_spec import PositionStatistics
-from vllm_diffusion.sampling.kept_rows import draw_filtered
-from vllm_diffusion.sampling.logprobs import IMPOSSIBLE, no_logprobs, row_logprobs, write_rows
-from vllm_diffusion.sampling.output_head import OutputHead
-from vllm_diffusion.sampling.pass_settings import PassSettings, SelectedRows, UsedSettings
-from vllm_diffusion.sampling.row_adjustments import ConstraintTensors
-from vllm_diffusion.sampling.vocabulary_stream import sample_rows
-
-# (soft embeddings [num_rows, hidden_size] float32, slot [num_rows], position [num_rows]) -> kept for
-# self-conditioning.
-StoreSoftEmbeds = Callable[[Tensor, Tensor, Tensor], None]
-
-
-class RowStatistics:
-    """Statistics of a pass, which the decision reads.
-
-    Attributes:
-        head: The projection onto the vocabulary.
-        of_slots: Statistics by slot and position.
-    """
-
-    def __init__(
-        self,
-        pass_rows: PassRows,
-        head: OutputHead,
-        constraints: ConstraintTensors,
-        store_soft_embeds: StoreSoftEmbeds,
-    ) -> None:
-        """Allocate for all slots.
-
-        Args:
-            pass_rows: The rows of the pass.
-            head: The projection onto the vocabulary.
-            constraints: Constraints of the pass.
-            store_soft_embeds: Called if ``head`` has an embedding.
-        """
-        slots = pass_rows.slots
-        self.head = head
-        self.of_slots = slots.spec.statistics(slots.num_slots, slots.device)
-        self._named_tokens = slots.spec.rule.named_tokens
-        self._constraints = constraints
-        self._store_soft_embeds = store_soft_embeds
-        self._write = compiled_by_rows(self._write_to_slots, pass_rows.compile_backend)
-
-    def sample(
-        self,
-        rows: Tensor,
-        selected: SelectedRows,
-        draws: RowDraws,
-        adjustments: LogitAdjustments | None,
-        used: UsedSettings,
-    ) -> None:
-        """Sample the rows of the pass and scatter their statistics to (slot, position).
-
-        Args:
-            rows: [num_rows, hidden_size].
-            selected: Which they are.
-            draws: Their temperatures and noise keys.
-            adjustments: Adjustments of their logits; ``None`` if there are none.
-            used: Settings that the pass uses.
-        """
-        slot, position, statistics = selected.slot, selected.position, self.of_slots
-        # Without an embedding there is no second product.
-        head = self.head if used.has_next_step else replace(self.head, embedding=None)
-        results = sample_rows(
-            head,
-            rows,
-            draws,
-            adjustments,
-            statistics.num_likeliest,
-            named_tokens=self._named_tokens,
-            allowed_ids=used.allowed_ids,
-        )
-        soft_embeds = results.soft_embeds
-        self._write(slot, position, results._replace(soft_embeds=None))
-        if soft_embeds is not None:
-            if adjustments is not None:
-                restart = self._constraints.restart(selected.rows)
-                soft_embeds = torch.where(restart[:, None], 0.0, soft_embeds)
-            self._store_soft_embeds(soft_embeds, slot, position)
-
-    def _write_to_slots(self, slot: Tensor, position: Tensor, values: PositionStatistics) -> None:
-        self.of_slots.write(slot, position, values)
-
+from vllm_diffusion.sampling.logprobs import IMPOSSIBLE, no_logprobs
+from vllm_diffusion.sampling.pass_parts import PassParts
+from vllm_diffusion.sampling.pass_settings import PassSettings
+from vllm_diffusion.sampling.used_settings import UsedSettings
 
 # Canvases of the largest pass with settings that has a graph of its adjusted rows.
 MOST_ADJUSTED_CANVASES = 8
@@ -121,42 +36,33 @@ class PassGraphs:
     """Launches of a pass: :attr:`plain_step`, or :meth:`sample` and then :attr:`decide`.
 
     Attributes:
-        plain_step: ([num_rows, hidden_size] rows) -> :class:`StepOutput`: a pass in which no request
-            uses more than temperatures and seeds.
-        adjusted_rows: ([num_rows, hidden_size] rows): statistics of a pass with any adjustments.
-        filtered_rows: ([n] int64 index): new candidates of rows with filters. The same row may come
-            again.
-        reported_rows: ([n] int64 index): log-probabilities of rows. The same row may come again.
-        decide: () -> :class:`StepOutput`: what becomes of every canvas.
+        plain_step: :meth:`PassParts.plain_step`; the others are likewise functions of that class.
+        adjusted_rows: Of a pass with any adjustments.
+        filtered_rows: Of rows with filters.
+        reported_rows: Of rows with log-probabilities.
+        decide: What becomes of every canvas.
     """
 
     def __init__(
-        self,
-        pass_rows: PassRows,
-        settings: PassSettings,
-        statistics: RowStatistics,
-        canvas_step: CanvasStep,
-        max_logprobs: int,
+        self, pass_rows: PassRows, settings: PassSettings, parts: PassParts, max_logprobs: int
     ) -> None:
         """Wrap the functions of a pass; nothing is captured yet.
 
         Args:
             pass_rows: The rows of the pass.
             settings: Their settings.
-            statistics: Their statistics.
-            canvas_step: Decides from the statistics.
+            parts: The functions.
             max_logprobs: Log-probabilities that a request may ask for; -1 for those of all tokens.
         """
         self._pass_rows = pass_rows
         self._settings = settings
-        self._statistics = statistics
-        self._canvas_step = canvas_step
+        self._parts = parts
         self._max_logprobs = max_logprobs
-        self.plain_step = GraphedFunction(self._plain_step)
-        self.adjusted_rows = GraphedFunction(self._adjusted_rows)
-        self.filtered_rows = GraphedFunction(self._filtered_rows)
-        self.reported_rows = GraphedFunction(self._reported_rows)
-        self.decide = GraphedFunction(self._decide)
+        self.plain_step = GraphedFunction(parts.plain_step)
+        self.adjusted_rows = GraphedFunction(parts.adjusted_rows)
+        self.filtered_rows = GraphedFunction(parts.filtered_rows)
+        self.reported_rows = GraphedFunction(parts.reported_rows)
+        self.decide = GraphedFunction(parts.decide)
         # Hidden rows that graphs read, and the reports that they write, where there are any.
         self._hidden: Tensor | None = None
         self._reports: LogprobsTensors | None = None
@@ -182,18 +88,18 @@ class PassGraphs:
             Log-probabilities of each row's token; ``None`` if no request asks.
         """
         # A graph projects onto all ids, and for a next step.
-        adjusted_rows = self._adjusted_rows if used.needs_less else self.adjusted_rows
+        adjusted_rows = self._parts.adjusted_rows if used.needs_less else self.adjusted_rows
         adjusted_rows(rows, used=used)
         # Graphs look at rows where they were captured.
         is_held = self._hidden is not None and len(rows) <= len(self._hidden)
-        filtered_rows = self.filtered_rows if is_held else self._filtered_rows
+        filtered_rows = self.filtered_rows if is_held else self._parts.filtered_rows
         for index in self._canvases_of(used.filtered, is_held):
             filtered_rows(index, hidden=rows, used=used)
         if used.reported is None:
             return None
         if used.reports_pinned:
             # What is reported of a position is the token that the answer has there.
-            slots, argmax = self._pass_rows.slots, self._statistics.of_slots.argmax
+            slots, argmax = self._pass_rows.slots, self._parts.statistics.of_slots.argmax
             torch.where(slots.pinned, slots.canvas, argmax, out=argmax)
         return self._report(rows, used, is_held)
 
@@ -234,74 +140,6 @@ class PassGraphs:
             function.drop()
         self._hidden = self._reports = None
 
-    # The functions.
-
-    def _plain_step(self, rows: Tensor) -> StepOutput:
-        self._adjusted_rows(rows, UsedSettings())
-        return self._decide()
-
-    def _adjusted_rows(self, rows: Tensor, used: UsedSettings) -> None:
-        settings = self._settings
-        some = settings.select(slice(len(rows)))
-        adjustments = settings.adjustments_of(some, used)
-        self._statistics.sample(rows, some, settings.draws(some), adjustments, used)
-
-    def _filtered_rows(self, index: Tensor, hidden: Tensor, used: UsedSettings) -> None:
-        some, statistics = self._settings.select(index), self._statistics.of_slots
-        slots = self._pass_rows.slots
-        drawn = draw_filtered(
-            self._statistics.head,
-            self._logits_again(some, hidden[index], used),
-            self._settings.draws(some),
-            rows_of(used.filters, some.slot),
-            slots.vocab_size,
-            judges_kept=slots.spec.rule.judges_filtered,
-        )
-        statistics.candidate[some.slot, some.position] = drawn.candidate
-        statistics.drawn_confidence[some.slot, some.position] = drawn.share
-        if drawn.entropy is not None and drawn.margin is not None:
-            assert statistics.margin is not None
-            statistics.entropy[some.slot, some.position] = drawn.entropy
-            statistics.margin[some.slot, some.position] = drawn.margin
-
-    def _reported_rows(
-        self, index: Tensor, hidden: Tensor, used: UsedSettings, reports: LogprobsTensors
-    ) -> None:
-        some, settings = self._settings.select(index), self._settings
-        statistics = self._statistics.of_slots
-        logits = self._logits_again(some, hidden[index], used)
-        adjustments = settings.reported_adjustments_of(some, used, logits.adjustments)
-        request = settings.logprobs_request(some.slot, used)
-        of_tokens = statistics.candidate if request.of_drawn else statistics.argmax
-        if (verified := self._pass_rows.slots.verified) is not None:
-            of_tokens = torch.where(verified[:, None], statistics.candidate, of_tokens)
-        computed = row_logprobs(
-            logits._replace(adjustments=adjustments),
-            settings.reported_temperature(some.slot),
-            of_tokens[some.slot, some.position],
-            request,
-            self._statistics.head,
-        )
-        write_rows(reports, index, computed)
-
-    def _decide(self) -> StepOutput:
-        return self._canvas_step(self._statistics.of_slots, self._pass_rows.of_slots)
-
-    # Rows that are looked at again.
-
-    def _logits_again(self, some: SelectedRows, rows: Tensor, used: UsedSettings) -> RowLogits:
-        """Project rows of the pass again, onto all ids of this rank that some row may draw or report.
-
-        Args:
-            some: Which they are.
-            rows: [n, hidden_size].
-            used: Settings that the pass uses.
-        """
-        head = self._statistics.head
-        adjustments = self._settings.adjustments_of(some, used)
-        projected = head.project_all(rows, used.allowed_ids)
-        return RowLogits(projected, head.first_id, head.softcap, adjustments)
-
     def _report(self, rows: Tensor, used: UsedSettings, is_held: bool) -> LogprobsTensors:
         """Log-probabilities of all rows; a row whose request wants none reports nothing.
 
@@ -318,7 +156,7 @@ class PassGraphs:
             reports.logprobs.fill_(IMPOSSIBLE)
             reports.selected_token_ranks.zero_()
         else:
-            reported_rows = self._reported_rows
+            reported_rows = self._parts.reported_rows
             reports = no_logprobs(len(rows), num_columns, rows.device)
         for index in self._canvases_of(used.reported, is_held):
             reported_rows(index, hidden=rows, used=used, reports=reports)
@@ -349,4 +187,4 @@ class PassGraphs:
     @property
     def _length(self) -> int:
         """C, positions of a canvas."""
-        return self._statistics.of_slots.argmax.shape[1]
+        return self._parts.statistics.of_slots.argmax.shape[1]

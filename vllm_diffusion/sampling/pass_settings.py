@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,51 +15,10 @@ from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import CanvasSlots
 from vllm_diffusion.canvas.step import temperatures
 from vllm_diffusion.requests.arguments import arguments_of
-from vllm_diffusion.sampling.kept_rows import CandidateFilters
+from vllm_diffusion.sampling.candidate_filters import CandidateFilters
 from vllm_diffusion.sampling.logprobs import LogprobsRequest
-from vllm_diffusion.sampling.row_adjustments import RowAdjustments, UsedAdjustments
-
-
-@dataclass(frozen=True)
-class UsedSettings:
-    """Settings beyond temperatures and seeds that a pass uses, known on the host.
-
-    Attributes:
-        adjusted: Adjustments of logits; ``None`` if no request has any.
-        filtered: [num_filtered], int64, ascending: rows with filters, or whose margin is judged; ``None`` if
-            there are none.
-        filters: [R] each, filters that some of these rows have.
-        reported: [num_reported], int64, ascending: rows with log-probabilities; ``None`` if there are
-            none.
-        num_top: Most likeliest tokens that one of these rows reports.
-        num_named: Most ids that one of their requests names to be reported.
-        reads_some: True if some read-only canvas reports a few ids alone.
-        reports_pinned: True if pinned positions may be among the reported rows.
-        allowed_ids: The only ids that some row may draw or report; ``None`` for all.
-        has_next_step: False if no canvas of the pass takes another step, and needs nothing for it.
-    """
-
-    adjusted: UsedAdjustments | None = None
-    filtered: np.ndarray | None = None
-    filters: CandidateFilters = CandidateFilters(None, None, None)
-    reported: np.ndarray | None = None
-    num_top: int = 0
-    num_named: int = 0
-    reads_some: bool = False
-    reports_pinned: bool = False
-    allowed_ids: frozenset[int] | None = None
-    has_next_step: bool = True
-
-    @property
-    def is_plain(self) -> bool:
-        """True if the pass uses temperatures and seeds only, and takes what a next step needs."""
-        uses_none = self.adjusted is None and self.filtered is None and self.reported is None
-        return uses_none and self.has_next_step
-
-    @property
-    def needs_less(self) -> bool:
-        """True if the pass needs less than all ids, or nothing for a next step."""
-        return self.allowed_ids is not None or not self.has_next_step
+from vllm_diffusion.sampling.row_adjustments import RowAdjustments
+from vllm_diffusion.sampling.used_settings import UsedSettings
 
 
 class SelectedRows:
@@ -211,7 +170,7 @@ class PassSettings:
         )
         names_ids = self.token_ids.num_token_ids.np[slots] > 0
         sampled, features = slots[requests.num_rows > 0], self._slots.features
-        used = UsedSettings(
+        used = replace(
             self.adjustments.used_by(sampled, num_masks),
             filtered=requests.rows_of(
                 np.logical_or.reduce((*has_filter, self._reads_margin[slots]))
@@ -243,9 +202,8 @@ class PassSettings:
         Args:
             num_top: Most likeliest tokens that are reported of a row.
         """
-        return UsedSettings(
-            self.adjustments.all_used(), filters=self.filters, num_top=num_top, reads_some=True
-        )
+        adjusted = self.adjustments.all_used()
+        return replace(adjusted, filters=self.filters, num_top=num_top, reads_some=True)
 
     # Rows.
 
@@ -290,9 +248,9 @@ class PassSettings:
             some: The rows.
             used: Settings that the pass uses.
         """
-        if used.adjusted is None:
+        if not used.adjusts:
             return None
-        return self.adjustments.bind(used.adjusted, some.rows, some.slot, some.drawn_at())
+        return self.adjustments.bind(used, some.rows, some.slot, some.drawn_at())
 
     def reported_adjustments_of(
         self, some: SelectedRows, used: UsedSettings, adjustments: LogitAdjustments | None
@@ -342,6 +300,6 @@ class PassSettings:
             token_ids=token_ids,
             num_token_ids=num_token_ids,
             as_logits=self._reports_logits,
-            # A masked model commits the tokens that it drew, and a draft is verified by drawing.
-            of_drawn=self._slots.spec.mask_token_id is not None or self._slots.spec.layout.verifies,
+            # A masked model emits the tokens that it drew, and a draft is verified by drawing.
+            of_drawn=self._slots.spec.marks_undecided or self._slots.spec.layout.verifies,
         )

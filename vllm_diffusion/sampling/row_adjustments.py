@@ -22,6 +22,7 @@ from vllm_diffusion.canvas.messages import CanvasConstraints
 from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.requests.arguments import arguments_of
 from vllm_diffusion.sampling.thought_ends import ThoughtEnds
+from vllm_diffusion.sampling.used_settings import UsedSettings
 
 _PIN, _MASK, _RESTART = range(3)
 
@@ -68,14 +69,14 @@ class ConstraintTensors:
         Returns:
             How many of ``masks`` are used.
         """
-        places, starts = self._pass_rows, self._pass_rows.requests.starts
-        rows = np.full((places.num_rows, 3), -1, dtype=np.int32)
+        pass_rows, starts = self._pass_rows, self._pass_rows.requests.starts
+        rows = np.full((pass_rows.num_rows, 3), -1, dtype=np.int32)
         num_valid, free_from, free_to = of_slots = np.zeros(
-            tuple(places.of_constraints.shape), dtype=np.int32
+            tuple(pass_rows.of_constraints.shape), dtype=np.int32
         )
         num_valid.fill(-1)
         masks: list[np.ndarray] = []
-        holds_sequence = places.slots.spec.layout.holds_sequence
+        layout = pass_rows.slots.spec.layout
         index = {req_id: i for i, req_id in enumerate(req_ids)}
         for req_id, constraint in zip(
             message.structured_output_request_ids, message.constraints, strict=True
@@ -83,11 +84,10 @@ class ConstraintTensors:
             i = index.get(req_id)
             if i is None:
                 continue
-            slot = int(places.requests.slots[i])
+            slot = int(pass_rows.requests.slots[i])
             start, end = int(starts[i]), int(starts[i + 1])
-            if holds_sequence:
-                # Its known tokens have no rows here.
-                start -= constraint.num_given
+            # Where its canvas would begin, if all of its positions had rows here.
+            start -= layout.first_sampled(constraint.num_given)
             first = start + constraint.num_given
             frontier = min(first + len(constraint.pinned), end)
             rows[first:frontier, _PIN] = constraint.pinned[: frontier - first]
@@ -105,7 +105,7 @@ class ConstraintTensors:
                 free_from[slot], free_to[slot] = frontier - start, end - start
 
         async_tensor_h2d(rows, out=self.rows[: len(rows)])
-        async_tensor_h2d(of_slots, out=places.of_constraints)
+        async_tensor_h2d(of_slots, out=pass_rows.of_constraints)
         if masks:
             async_tensor_h2d(np.stack(masks), out=self.masks[: len(masks)])
         return len(masks)
@@ -171,22 +171,6 @@ class _SlotNumbers(NamedTuple):
     min_length: Any
     penalty_idx: Any = -1
     boosted: Any = -1
-
-
-class UsedAdjustments(NamedTuple):
-    """Adjustments that a batch uses, known on the host; no other tables are read.
-
-    Attributes:
-        lists: Lists of requests with a bias, allowed tokens or a least number of tokens.
-        penalties: Some request has a penalty.
-        pins: There are constraints.
-        num_masks: So many of their masks are used.
-    """
-
-    lists: tuple[int, ...]
-    penalties: bool
-    pins: bool
-    num_masks: int
 
 
 class RowAdjustments:
@@ -322,28 +306,27 @@ class RowAdjustments:
         self._frequency.copy_(state.frequency_penalty.gpu[:num_slots])
         self._presence.copy_(state.presence_penalty.gpu[:num_slots])
 
-    def used_by(self, slots: np.ndarray, num_masks: int | None) -> UsedAdjustments | None:
-        """Find the adjustments that some slots use; ``None`` if they use none.
+    def used_by(self, slots: np.ndarray, num_masks: int | None) -> UsedSettings:
+        """Find the adjustments that some slots use.
 
         Args:
             slots: [num_reqs], slots that have rows.
             num_masks: Masks of the pass's constraints; ``None`` if it has none.
         """
         owned = [self._listed[slot] for slot in slots.tolist() if slot in self._listed]
-        used = UsedAdjustments(
-            tuple(
-                sorted({i for own in owned for i in (own.always, own.early, own.boosted) if i >= 0})
-            ),
-            not self._penalised.isdisjoint(slots.tolist()),
-            num_masks is not None,
-            num_masks or 0,
+        lists = {i for own in owned for i in (own.always, own.early, own.boosted) if i >= 0}
+        return UsedSettings(
+            lists=tuple(sorted(lists)),
+            penalties=not self._penalised.isdisjoint(slots.tolist()),
+            pins=num_masks is not None,
+            num_masks=num_masks or 0,
         )
-        return used if any(used[:3]) else None
 
-    def all_used(self) -> UsedAdjustments:
+    def all_used(self) -> UsedSettings:
         """Adjustments that any batch may use, for a graph that serves each."""
         lists = tuple(range(len(self._lists.others)))
-        return UsedAdjustments(lists, True, True, len(self._constraints.masks))
+        num_masks = len(self._constraints.masks)
+        return UsedSettings(lists=lists, penalties=True, pins=True, num_masks=num_masks)
 
     def place_thought_ends(self) -> None:
         """Put the boosted token of each slot, and its offset, where the rows of the pass read them."""
@@ -354,12 +337,12 @@ class RowAdjustments:
             self._lists.offsets[_BOOSTED::_NUM_LISTS, 0] = ends.offset
 
     def bind(
-        self, used: UsedAdjustments, rows: slice | Tensor, slot: Tensor, drawn_at: Tensor
+        self, used: UsedSettings, rows: slice | Tensor, slot: Tensor, drawn_at: Tensor
     ) -> LogitAdjustments:
         """Bind adjustments to some rows.
 
         Args:
-            used: Adjustments that the pass uses.
+            used: Settings that the pass uses.
             rows: Which rows of the pass: [num_rows].
             slot: [num_rows], int64, theirs.
             drawn_at: [num_rows], int64: where in its sequence the token stands that each row draws.

@@ -30,11 +30,12 @@ from vllm_diffusion.canvas.messages import CanvasConstraints
 from vllm_diffusion.canvas.pass_rows import PassRows, rows_of
 from vllm_diffusion.canvas.step import CanvasStep, StepOutput
 from vllm_diffusion.requests.arguments import arguments_of
+from vllm_diffusion.sampling.candidate_filters import CandidateFilters, draw_filtered
 from vllm_diffusion.sampling.canvas_views import CanvasViewConnector
-from vllm_diffusion.sampling.kept_rows import CandidateFilters, draw_filtered
 from vllm_diffusion.sampling.logprobs import EmittedLogprobs, LogprobsRequest, row_logprobs
 from vllm_diffusion.sampling.output_head import OutputHead
-from vllm_diffusion.sampling.pass_graphs import PassGraphs, RowStatistics, StoreSoftEmbeds
+from vllm_diffusion.sampling.pass_graphs import PassGraphs
+from vllm_diffusion.sampling.pass_parts import PassParts, RowStatistics, StoreSoftEmbeds
 from vllm_diffusion.sampling.pass_settings import PassSettings
 from vllm_diffusion.sampling.row_adjustments import ConstraintTensors, RowAdjustments
 from vllm_diffusion.sampling.thought_ends import ThoughtEnds
@@ -94,7 +95,8 @@ class DiffusionSampler:
             self.adjustments,
             self_conditions=head.embedding is not None,
         )
-        self.graphs = PassGraphs(pass_rows, self.settings, statistics, canvas_step, max_logprobs)
+        parts = PassParts(pass_rows, self.settings, statistics, canvas_step)
+        self.graphs = PassGraphs(pass_rows, self.settings, parts, max_logprobs)
         self.emitted_logprobs = EmittedLogprobs(slots, pass_rows)
         self.views = CanvasViewConnector(
             slots, pass_rows.of_slots.num_rows, statistics.of_slots.entropy

@@ -4,7 +4,7 @@ Logits exist for one tile only: it is projected, its statistics are taken, the p
 embedding grows by the tile's embedding rows, and the next tile is projected over it. Each
 tensor-parallel rank does that with its own ids, and the ranks combine seven numbers a row and the
 embedding. Rows whose settings need a second look at their logits (top-k, top-p, min-p,
-log-probabilities) are projected again, a canvas at a time: see :mod:`vllm_diffusion.sampling.pass_graphs`.
+log-probabilities) are projected again, a canvas at a time: see :mod:`vllm_diffusion.sampling.pass_parts`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from attention_kernels.vocab_statistics import (
     add_product,
     update_statistics,
 )
-from vllm_diffusion.decoding.canvas_spec import PositionStatistics
-from vllm_diffusion.sampling.kept_rows import NamedLogits, RunningChoices
+from vllm_diffusion.decoding.statistics import PositionStatistics
+from vllm_diffusion.sampling.choices import NamedLogits, RunningChoices
 from vllm_diffusion.sampling.output_head import OutputHead
 
 # Ids of a tile, on a CPU and on a GPU. Measured as a graph on an H100, at a hidden size of 2816 in bf16, of

@@ -129,7 +129,7 @@ class CanvasScheduling(Scheduler):
             # The one canvas that is read may begin with the end of the prompt.
             num_read = self.spec.length - self.spec.num_given(request.num_prompt_tokens)
             request.max_tokens = min(request.max_tokens, num_read)
-        if self.spec.layout.holds_sequence:
+        if self.spec.layout.keeps_emitted:
             # Its canvas has no more than the model's length has room for.
             num_left = self.spec.length - request.num_prompt_tokens
             request.max_tokens = min(request.max_tokens, num_left)
@@ -200,8 +200,7 @@ class CanvasScheduling(Scheduler):
         num_uncomputed = request.num_tokens + request.num_output_placeholders - num_computed_tokens
         is_at_prompt = not request.spec_token_ids
         width = self._canvas_width(request, request.num_tokens)
-        # A canvas of the whole sequence begins before the known tokens.
-        is_free = is_at_prompt or self.spec.layout.holds_sequence
+        is_free = is_at_prompt or self.spec.layout.recomputes
         # If loaded blocks turn out to be missing, the pass is repeated; a canvas's step cannot be.
         may_be_repeated = (
             self.connector is not None
@@ -423,7 +422,7 @@ class AsyncCanvasScheduler(CanvasScheduling, DiffusionAsyncScheduler):
                 request.num_stale_output_tokens,
             )
             for request in self.running
-            if self.spec.layout.holds_sequence
+            if self.spec.layout.recomputes
         ]
         for request, num_rows, _ in in_flight:
             request.num_computed_tokens -= num_rows

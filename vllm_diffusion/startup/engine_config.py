@@ -35,7 +35,7 @@ from vllm_diffusion.startup.environment import (
 )
 from vllm_diffusion.startup.machine import checkpoint_bytes, is_vllm_cpu_build
 from vllm_diffusion.startup.measured_backends import choose_backends
-from vllm_diffusion.startup.options import check_options
+from vllm_diffusion.startup.options import check_options, choose_worker
 from vllm_diffusion.startup.pass_limits import (
     choose_encoder_room,
     choose_media,
@@ -44,7 +44,6 @@ from vllm_diffusion.startup.pass_limits import (
 from vllm_diffusion.startup.plan import DiffusionPlan
 from vllm_diffusion.startup.plugin_settings import OPTION, PluginSettings
 from vllm_diffusion.startup.published_runs import log_differences, warn_of_one_a_pass
-from vllm_diffusion.startup.worker_class import choose_worker
 from vllm_diffusion.weights.adapters.early_checks import adapter_rules
 from vllm_diffusion.weights.formats import read_format
 from vllm_diffusion.weights.machine_fit import check_capability, check_platform, check_room
@@ -310,7 +309,7 @@ class BlockDiffusionEngineConfig:
         canvases.canvas_length = length = spec.length
         _check_spec(spec, model_config, attention.backend.name, settings.attention)
         _set_block_size(vllm_config.cache_config, spec.layout.alignment)
-        if vllm_config.cache_config.enable_prefix_caching and not spec.layout.caches_prefixes:
+        if vllm_config.cache_config.enable_prefix_caching and spec.layout.recomputes:
             logger.info(
                 "no prefix is cached: keys and values of a prompt depend on what is after it."
             )
@@ -345,7 +344,7 @@ class BlockDiffusionEngineConfig:
             )
         if not current_platform.is_cpu():
             parallel.worker_cls = choose_worker(parallel.worker_cls, WORKER)
-        if not spec.layout.holds_sequence:
+        if spec.layout.has_one_length:
             # A pass of whole sequences is no number of canvases: vLLM's own sizes are as good.
             compilation = vllm_config.compilation_config
             compilation.cudagraph_capture_sizes = choose_capture_sizes(

@@ -17,7 +17,7 @@ from torch import Tensor
 from vllm_diffusion.weights.regular_files import json_object, why_not_file
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 logger = logging.getLogger("vllm.vllm_diffusion")
 
@@ -255,3 +255,22 @@ def file_problem(path: Path) -> str | None:
             return None
     except (SafetensorError, OSError) as error:
         return f"is truncated or not a safetensors file ({error})"
+
+
+def checkpoint_file(model_config: ModelConfig, folder: str, name: str) -> Path | None:
+    """Return the path of a file in a subfolder of the checkpoint, fetched if it is on the hub.
+
+    Returns:
+        ``None`` if the checkpoint has no such file.
+    """
+    from transformers.utils import cached_file
+
+    cached = cached_file(
+        model_config.model,
+        name,
+        subfolder=folder,
+        revision=model_config.revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if cached is None else Path(cached)

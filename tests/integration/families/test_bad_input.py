@@ -238,7 +238,7 @@ def test_an_mdlm_by_name(tmp_path: Path) -> None:
     folder = tiny.a2d().save(tmp_path / "Qwen3-0.6B-diffusion-mdlm-v0.1")
     assert """--hf-overrides '{"architectures": ["A2DQwen3MDLM"]}'""" in refusal(folder)
     served = configure(folder, hf_overrides={"architectures": ["A2DQwen3MDLM"]}).model_config
-    assert served.diffusion.spec.layout.holds_sequence
+    assert served.diffusion.spec.layout.recomputes
     assert configure(tiny.a2d().save(tmp_path / "bd3lm")).model_config.is_diffusion
 
 

@@ -53,8 +53,7 @@ class Family:
         self.grows = isinstance(self.engine.state.spec.layout, GrowingSequence)
         # Whether a pass of its own makes a finished block's keys and values.
         self.commits = (
-            self.engine.state.spec.layout.starts_from_commit
-            or self.engine.state.spec.rule.can_finish_kv
+            self.engine.state.spec.layout.is_seeded or self.engine.state.spec.rule.can_finish_kv
         )
 
     def generate(self, prompts: list[list[int]], wanted: list[Wanted], **changes: Any) -> list[Any]:
@@ -238,12 +237,12 @@ def test_frames_and_step_maps(family: Family) -> None:
             True,
         ]
         assert all(frames[-1].is_last and all(frames[-1].kept or ()) for frames in canvases)
-        seeded_length = B if spec.layout.starts_from_commit else None
+        seeded_length = B if spec.layout.is_seeded else None
         replayed = steps_that_decided(canvases, has_mask=True, seeded_length=seeded_length)
         assert list(completion.diffusion_step_map) == replayed[: len(tokens)]
         given = len(prompts[i]) % B if spec.layout.alignment > 1 else 0
         trace = completion.diffusion_trace
-        if spec.layout.holds_sequence:
+        if spec.layout.recomputes:
             # Each of its canvases begins with everything before it.
             starts = range(len(prompts[i]), 10**6, B)
             trace = [
@@ -316,7 +315,7 @@ def test_prefix_cache(family: Family) -> None:
     for one, output in zip(prompts, outputs, strict=True):
         layout = family.engine.state.spec.layout
         shares = not layout.crosses_cache_blocks or len(one) % 32 == len(prompt) % 32
-        if not layout.caches_prefixes or not shares:
+        if layout.recomputes or not shares:
             assert output.num_cached_tokens == 0
         else:
             assert output.num_cached_tokens >= 64
@@ -335,7 +334,7 @@ def test_passes(family: Family) -> None:
         # The loops go on to the end of a block, and some beyond; ours stops with the last token.
         loop = family.loop_until(prompt, wanted)
         # The end of a prompt shares its pass with the first step, unless that one waits for its token.
-        is_seeded = family.engine.state.spec.layout.starts_from_commit
+        is_seeded = family.engine.state.spec.layout.is_seeded
         denoise = loop.count("denoise") + is_seeded * loop.count("prefill")
         if family.is_asynchronous or family.commits:
             # In the asynchronous order one more is on its way when the last token is known, or where the
@@ -376,7 +375,7 @@ def test_logprobs_of_given_tokens(field: dict[str, Any], family: Family) -> None
 
     canvas = {"diffusion_seed_canvas": prompt_of(family.block_length, seed=7)}
     params = Wanted(max_tokens=4).sampling_params(canvas, **field)
-    whole = family.engine.state.spec.layout.holds_sequence
+    whole = family.engine.state.spec.layout.recomputes
     with pytest.raises(VLLMValidationError, match="seed_canvas" if whole else "logprob"):
         family.engine.outputs([prompt_of(5, seed=5)], [params])
 
@@ -401,7 +400,7 @@ def test_pinned_tokens(family: Family) -> None:
         own = {"diffusion_seed_canvas": canvas, "diffusion_pinned": sorted(set(positions))}
         asked.append(plain.sampling_params(own))
         wanted.append({i - num_given: canvas[i] for i in positions if i >= num_given})
-    if family.engine.state.spec.layout.holds_sequence:
+    if family.engine.state.spec.layout.recomputes:
         with pytest.raises(VLLMValidationError, match="diffusion_seed_canvas"):
             family.engine.outputs(prompts[:1], asked[:1])
         return

@@ -13,9 +13,9 @@ from tests.support.specs import diffusion_gemma_spec
 from vllm_diffusion.canvas.cuda_graphs import compiled_by_rows
 from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
-from vllm_diffusion.decoding.canvas_spec import PositionStatistics
+from vllm_diffusion.decoding.statistics import PositionStatistics
 from vllm_diffusion.families.diffusion_gemma.state import DiffusionGemmaModelState
-from vllm_diffusion.sampling.pass_graphs import RowStatistics
+from vllm_diffusion.sampling.pass_parts import RowStatistics
 from vllm_diffusion.sampling.pass_settings import PassSettings
 from vllm_diffusion.startup.machine import has_cpp_compiler
 
@@ -46,12 +46,12 @@ class Pass:
         slots.step.copy_(torch.tensor([0, 1, 2, 3, 1]))
         slots.pinned.copy_(torch.rand(SLOTS, CANVAS, generator=generator) < 0.3)
         slots.phase[1] = int(Phase.COMMITTING)
-        places = PassRows(slots, MOST_ROWS, backend)
-        places.of_slots.seed.random_(generator=generator)
-        self.slots, self.places = slots, places
+        pass_rows = PassRows(slots, MOST_ROWS, backend)
+        pass_rows.of_slots.seed.random_(generator=generator)
+        self.slots, self.pass_rows = slots, pass_rows
 
         state = object.__new__(DiffusionGemmaModelState)
-        state.slots, state.pass_rows, state.dtype = slots, places, dtype
+        state.slots, state.pass_rows, state.dtype = slots, pass_rows, dtype
         state.soft_embeds = self.floats(SLOTS, CANVAS, HIDDEN).to(dtype)
         state._inputs_embeds = torch.zeros(MOST_ROWS, HIDDEN, dtype=dtype)
         state._adapters = None
@@ -71,9 +71,9 @@ class Pass:
             req_states=SimpleNamespace(num_computed_tokens=SimpleNamespace(gpu=slots.step)),
             logprobs_mode="raw_logprobs",
         )
-        self.settings = PassSettings(stock, slots, places, None, self_conditions=True)
+        self.settings = PassSettings(stock, slots, pass_rows, None, self_conditions=True)
         self.settings.temperature.copy_(torch.tensor([0.0, 1.0, 0.7, 0.3, 1.9]))
-        self.statistics = RowStatistics(places, None, None, state.store_soft_embeds)
+        self.statistics = RowStatistics(pass_rows, None, None, state.store_soft_embeds)
 
     def floats(self, *shape: int) -> Tensor:
         """Random numbers."""
@@ -83,7 +83,7 @@ class Pass:
         """Run each function for some canvases, and return all that was made and written."""
         slot, position = rows_of_slots(num_canvases)
         n = len(slot)
-        self.places.slot[:n], self.places.position[:n] = slot, position
+        self.pass_rows.slot[:n], self.pass_rows.position[:n] = slot, position
         self.state._condition_canvases(torch.arange(n).flip(0) + 4)
         draws = self.settings.draws(self.settings.select(slice(n)))
         values = PositionStatistics(

@@ -14,10 +14,11 @@ from tests.support.specs import diffusion_gemma_spec
 from tests.unit.canvas.test_step import idle_pass
 from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest
 from vllm_diffusion.canvas.step import CanvasStep
-from vllm_diffusion.decoding.canvas_spec import CanvasSpec, PositionStatistics
+from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.entropy_bound import DenoisedDraft
 from vllm_diffusion.decoding.layouts import VerifiedDraft
 from vllm_diffusion.decoding.reveal import LinearSpec
+from vllm_diffusion.decoding.statistics import PositionStatistics
 from vllm_diffusion.requests.arguments import RequestArguments
 
 pytestmark = pytest.mark.engine

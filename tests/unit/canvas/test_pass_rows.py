@@ -16,11 +16,16 @@ from vllm_diffusion.canvas.slots import CanvasSlots, Phase
 from vllm_diffusion.canvas.step import StepOutput
 from vllm_diffusion.decoding.layouts import (
     AlignedBlock,
+    BlockAfterPrompt,
     CanvasLayout,
     FreeCanvas,
+    GrowingSequence,
     SeededBlock,
+    SequenceOfBlocks,
     ShiftedBlock,
+    ShiftedSequence,
     VerifiedDraft,
+    WholeSequence,
 )
 
 SLOTS, LENGTH, ROWS, VOCAB = 5, 4, 48, 1000
@@ -74,6 +79,7 @@ def batch_of(chosen: list[tuple[int, int, int, int]], slots: list[int]) -> Simpl
     [
         (FreeCanvas, False, False, False),
         (AlignedBlock, True, False, False),
+        (BlockAfterPrompt, True, False, False),
         (SeededBlock, False, True, False),
         (VerifiedDraft, False, True, False),
         (ShiftedBlock, True, True, True),
@@ -169,6 +175,51 @@ def test_lay_out(
     assert rows.num_rows == 0
     assert not any(x.any() for x in (told.num_rows, told.seeding))
     assert told.num_valid.tolist() == [-1] * SLOTS
+
+
+@pytest.mark.parametrize(
+    "layout", [WholeSequence, ShiftedSequence, SequenceOfBlocks, GrowingSequence]
+)
+@given(
+    # Of each request its prompt's tokens, what it has emitted, and positions after its answer.
+    chosen=st.lists(
+        st.tuples(st.integers(1, LENGTH), st.integers(0, LENGTH), st.integers(0, LENGTH)),
+        min_size=1,
+        max_size=SLOTS,
+    ),
+    slots=st.permutations(range(SLOTS)),
+    block=st.integers(1, LENGTH),
+)
+def test_lay_out_of_sequences(layout, chosen, slots, block):
+    """Of a whole sequence the block after the given positions is sampled, each position from its row or the one before."""
+    canvases = CanvasSlots(SLOTS, spec_of(layout), 40, CPU)
+    canvases.block_length[:] = block
+    # Prompt and what was emitted, an answer of at least one more position, and what follows it.
+    lengths = [prompt + emitted + 1 + after for prompt, emitted, after in chosen]
+    batch = batch_of(
+        [(0, length, 0, prompt) for length, (prompt, _, _) in zip(lengths, chosen, strict=True)],
+        slots,
+    )
+    for i, (prompt, emitted, after) in enumerate(chosen):
+        canvases.num_after[slots[i]] = after
+        canvases.num_given[slots[i]] = prompt + emitted
+    rows = PassRows(canvases, ROWS, None)
+    rows.lay_out(batch)
+    expected, causal = [], []
+    for i, (prompt, emitted, after) in enumerate(chosen):
+        first, answer = int(batch.query_start_loc_np[i]), lengths[i] - after
+        # The host knows no more of a block in flight than its first position: rows may come twice.
+        for j in range(min(block, answer - prompt)):
+            position = min(prompt + emitted + j, lengths[i] - 1)
+            at = first + position
+            hidden = at - 1 if layout is ShiftedSequence else at
+            expected.append((slots[i], position, at, position, hidden))
+        causal.append(0)
+    of_rows = (rows.slot, rows.position, rows.index, rows.offset, rows.hidden_index)
+    n = len(expected)
+    assert rows.num_rows == n
+    assert [tuple(int(column[i]) for column in of_rows) for i in range(n)] == expected
+    assert rows.num_causal[: len(chosen)].tolist() == causal
 
 
 def test_searches_whole_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

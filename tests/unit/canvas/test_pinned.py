@@ -12,7 +12,7 @@ from tests.support.specs import diffusion_gemma_spec, masked_spec
 from tests.unit.canvas.test_step import idle_pass
 from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest
 from vllm_diffusion.canvas.step import CanvasStep, StepOutput
-from vllm_diffusion.decoding.canvas_spec import CanvasSpec, PositionStatistics
+from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.layouts import (
     AlignedBlock,
     BlockAfterPrompt,
@@ -23,6 +23,7 @@ from vllm_diffusion.decoding.layouts import (
 from vllm_diffusion.decoding.levenshtein import Levenshtein
 from vllm_diffusion.decoding.reveal import Reveal, RevealAndEdit
 from vllm_diffusion.decoding.rule import DecodingRule
+from vllm_diffusion.decoding.statistics import PositionStatistics
 from vllm_diffusion.requests.arguments import RequestArguments
 
 pytestmark = pytest.mark.engine
@@ -83,7 +84,7 @@ def outputs(
     step = CanvasStep(slots, **{"compile_backend": None} | options)
     generator = torch.Generator().manual_seed(seed)
     R, C = slots.canvas.shape
-    if slots.spec.layout.starts_from_commit:
+    if slots.spec.layout.is_seeded:
         seeding = slots.num_given == 0
         step(drawn_at_random(slots, generator), idle_pass(R)._replace(seeding=seeding))
     rows = idle_pass(R)._replace(num_rows=torch.full((R,), C, dtype=torch.int32))
@@ -115,7 +116,7 @@ def test_pins_hold_in_every_input_and_in_the_answer(name: str, kind: str) -> Non
         is_pinned[slot, :num_given] = False
     slots.apply_staged_writes()
     answers: dict[int, torch.Tensor] = {}
-    commits = kind == "committed" or spec.rule.can_finish_kv or spec.layout.starts_from_commit
+    commits = kind == "committed" or spec.rule.can_finish_kv or spec.layout.is_seeded
     for output, began_from in outputs(slots, seed=3, commits=commits):
         for slot in range(num_slots):
             if slot in answers:

@@ -9,10 +9,11 @@ from attention_kernels.noise import Purpose, uniform_tokens
 from tests.support.specs import diffusion_gemma_spec, masked_spec
 from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest, Phase
 from vllm_diffusion.canvas.step import CanvasStep, SlotPass
-from vllm_diffusion.decoding.canvas_spec import CanvasSpec, PositionStatistics
+from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.layouts import VerifiedDraft
 from vllm_diffusion.decoding.levenshtein import Levenshtein
 from vllm_diffusion.decoding.reveal import LinearSpec
+from vllm_diffusion.decoding.statistics import PositionStatistics
 from vllm_diffusion.requests.arguments import RequestArguments
 from vllm_diffusion.startup.machine import has_cpp_compiler
 

@@ -9,25 +9,36 @@ from hypothesis import strategies as st
 
 from vllm_diffusion.decoding.layouts import (
     AlignedBlock,
+    BlockAfterPrompt,
     CanvasLayout,
     FreeCanvas,
+    GrowingSequence,
     ScheduledRequest,
     SeededBlock,
+    SequenceOfBlocks,
     ShiftedBlock,
+    ShiftedSequence,
     VerifiedDraft,
+    WholeSequence,
 )
 
 LENGTH = 4
-LAYOUTS = (FreeCanvas, AlignedBlock, SeededBlock, ShiftedBlock, VerifiedDraft)
-BLOCKS = (AlignedBlock, ShiftedBlock)
+SEQUENCES = (WholeSequence, ShiftedSequence, SequenceOfBlocks, GrowingSequence)
+LAYOUTS = (
+    *(FreeCanvas, AlignedBlock, BlockAfterPrompt, SeededBlock, ShiftedBlock, VerifiedDraft),
+    *SEQUENCES,
+)
+# Counted from position 0.
+ALIGNED = (AlignedBlock, ShiftedBlock)
+BLOCKS = (*ALIGNED, BlockAfterPrompt)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @given(num_known=st.integers(0, 40))
 def test_num_given(layout: type[CanvasLayout], num_known: int) -> None:
-    """Of blocks counted from 0, what the known tokens leave of their last one; else none."""
-    expected = 0
-    while layout in BLOCKS and (num_known - expected) % LENGTH:
+    """Given positions are the known tokens of an unfinished block counted from 0, all known ones of a sequence, or none."""
+    expected = num_known if layout in SEQUENCES else 0
+    while layout in ALIGNED and (num_known - expected) % LENGTH:
         expected += 1
     assert layout(LENGTH).num_given(num_known) == expected
 
@@ -60,37 +71,108 @@ def requests(draw: st.DrawFn) -> ScheduledRequest:
 def test_a_canvas_runs_whole_or_not_at_all(
     layout: type[CanvasLayout], request: ScheduledRequest
 ) -> None:
-    """Rows are known tokens alone, or all of them and a whole canvas within what is left."""
+    """A pass has known tokens alone, or all of them and a whole canvas within the rows that are left."""
     own = layout(LENGTH)
     rows = own.rows(request)
+    if layout in SEQUENCES:
+        fits = request.canvas_width <= request.num_left
+        assert rows.num_rows == rows.num_added == (request.canvas_width if fits else 0)
+        return
     to_encode = request.num_uncomputed - own.num_given(request.num_tokens)
     num_canvas = rows.num_rows - max(to_encode, 0)
     if rows.num_added:
         assert rows.num_added == num_canvas
         assert rows.num_rows <= request.num_left
     if num_canvas > 0:
-        whole = LENGTH if layout in BLOCKS else min(request.canvas_width, request.room)
+        whole = LENGTH if layout in ALIGNED else request.canvas_width
+        if layout not in BLOCKS:
+            whole = min(whole, request.room)
         assert num_canvas >= whole > 0
         if layout in BLOCKS:
-            assert num_canvas == LENGTH
+            assert num_canvas == whole
             assert request.num_computed + rows.num_rows <= request.max_model_len
     if layout in BLOCKS and num_canvas < 0:
-        assert rows.num_rows % LENGTH == 0
+        first = 0 if layout in ALIGNED else request.num_prompt % LENGTH
+        ends = {0, *range(first, request.num_tokens + 1, LENGTH)}
+        assert rows.num_rows == 0 or request.num_computed + rows.num_rows in ends
+
+
+def loop_of_spans(num_tokens: int, first: int) -> list[tuple[int, int]]:
+    """The block of each position: the first one has ``first`` positions, or is whole where that is 0."""
+    spans, start = [], 0
+    while start < num_tokens:
+        end = start + (LENGTH if start or not first else first)
+        spans += [(start, end)] * (end - start)
+        start = end
+    return spans[:num_tokens]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@given(num_prompt=st.integers(0, 12), num_generated=st.integers(0, 3))
+def test_row_spans(layout: type[CanvasLayout], num_prompt: int, num_generated: int) -> None:
+    """Known tokens attend in both directions within blocks, counted from 0 or so that one ends with the prompt."""
+    # Whole blocks follow a prompt, so that a preempted request has as long a first block as before.
+    num_known = num_prompt + num_generated * LENGTH
+    positions = torch.arange(num_known)
+    spans = torch.full((num_known, 2), -1, dtype=torch.int32)
+    known = torch.full((num_known,), num_known)
+    found = layout(LENGTH).row_spans(positions, spans, lambda: known)
+    if layout not in BLOCKS:
+        assert found is None
+        return
+    first = 0 if layout in ALIGNED else num_prompt % LENGTH
+    assert [tuple(span) for span in found.tolist()] == loop_of_spans(num_known, first)
+
+
+@pytest.mark.parametrize("layout", [BlockAfterPrompt, *SEQUENCES])
+@given(
+    num_prompt=st.integers(1, 20),
+    num_blocks=st.integers(0, 4),
+    max_tokens=st.integers(1, 20),
+    block_length=st.integers(1, LENGTH),
+)
+def test_width(
+    layout: type[CanvasLayout],
+    num_prompt: int,
+    num_blocks: int,
+    max_tokens: int,
+    block_length: int,
+) -> None:
+    """A block ends with the answer; a sequence too, or with its last whole block, or with the block that is denoised."""
+    most = LENGTH if layout is BlockAfterPrompt else 32
+    if layout is BlockAfterPrompt:
+        block_length = LENGTH
+    num_generated = min(num_blocks * block_length, max_tokens - 1)
+    num_known = num_prompt + num_generated
+    width = layout(most).width(None, num_prompt, num_known, max_tokens, block_length)
+    end = num_prompt + max_tokens
+    if layout is BlockAfterPrompt:
+        assert width == min(LENGTH, end - num_known)
+        return
+    whole = num_prompt
+    while whole < end:
+        whole += block_length
+    has_whole_blocks = layout in (SequenceOfBlocks, GrowingSequence) and whole <= most
+    expected = whole if has_whole_blocks else min(end, most)
+    if layout is GrowingSequence:
+        expected = min(expected, num_known + block_length)
+    assert width == expected
 
 
 @given(st.lists(st.integers(0, LENGTH), min_size=1, max_size=3))
 def test_emitted(num_given: list[int]) -> None:
-    """A block's tokens without those that were given."""
+    """A block or a sequence emits its tokens without those that were given; a free canvas has none."""
     result = torch.arange(len(num_given) * LENGTH).view(-1, LENGTH)
-    emitted = AlignedBlock(LENGTH).emitted(result, torch.tensor(num_given))
-    for row, tokens, given_here in zip(result, emitted, num_given, strict=True):
-        expected = row[given_here:].tolist()
-        assert tokens[: len(expected)].tolist() == expected
+    for layout in (*BLOCKS, *SEQUENCES):
+        emitted = layout(LENGTH).emitted(result, torch.tensor(num_given))
+        for row, tokens, given_here in zip(result, emitted, num_given, strict=True):
+            expected = row[given_here:].tolist()
+            assert tokens[: len(expected)].tolist() == expected
     assert FreeCanvas(LENGTH).emitted(result, torch.tensor(num_given)) is result
 
 
 def test_num_final() -> None:
-    """Up to the first disagreement, whatever agrees behind it, and never beyond the canvas's rows."""
+    """A verified draft ends with the first disagreement, whatever agrees after it, and never beyond the canvas's rows."""
     canvas = torch.tensor([[1, 2, 3, 4]] * 6)
     drawn = torch.tensor(
         [[2, 3, 4, 9], [2, 3, 4, 9], [2, 9, 4, 9], [9, 3, 4, 9], [2, 3, 4, 9], [2, 3, 4, 9]]
@@ -98,12 +180,12 @@ def test_num_final() -> None:
     num_rows = torch.tensor([4, 3, 4, 4, 1, 0], dtype=torch.int32)
     final = VerifiedDraft(LENGTH).num_final(canvas, drawn, num_rows)
     assert final.tolist() == [4, 3, 2, 1, 1, 1]
-    for other in (FreeCanvas, AlignedBlock, SeededBlock, ShiftedBlock):
+    for other in set(LAYOUTS) - {VerifiedDraft}:
         assert other(LENGTH).num_final(canvas, drawn, num_rows) is num_rows
 
 
 def test_shift() -> None:
-    """Where the token of a row goes: of a canvas in mid-air, of a committed one, of the known tokens before."""
+    """A row draws its own position's token, or that of a later one: in a step, in a commit, and of known tokens."""
     position = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 0])
     committed = torch.tensor([False] * 4 + [True] * 4 + [False])
     seeding = torch.tensor([False] * 8 + [True])
@@ -111,16 +193,17 @@ def test_shift() -> None:
         layout: layout(LENGTH).shift(position, lambda: committed, lambda: seeding).tolist()
         for layout in LAYOUTS
     }
-    assert found[FreeCanvas] == found[AlignedBlock] == [0] * 9
+    for layout in (FreeCanvas, AlignedBlock, BlockAfterPrompt, *SEQUENCES):
+        assert found[layout] == [0] * 9
     assert found[SeededBlock] == found[VerifiedDraft] == [0, 0, 0, 0, 1, 1, 1, 1, 1]
     assert found[ShiftedBlock] == [LENGTH, 0, 0, 0, LENGTH, 0, 0, 0, 1]
 
 
 def test_seed_position() -> None:
-    """The row of a committed canvas whose token is the next one's first."""
+    """The row that draws a canvas's first token is the last one of the canvas before it that is emitted."""
     num_final = torch.tensor([0, 1, 3, LENGTH], dtype=torch.int32)
     for layout in (SeededBlock, VerifiedDraft):
         assert layout(LENGTH).seed_position(num_final).tolist() == [0, 0, 2, LENGTH - 1]
     assert ShiftedBlock(LENGTH).seed_position(num_final).tolist() == [0] * 4
-    for layout in (FreeCanvas, AlignedBlock):
-        assert not layout.starts_from_commit
+    for layout in (FreeCanvas, AlignedBlock, BlockAfterPrompt, *SEQUENCES):
+        assert not layout.is_seeded

@@ -30,9 +30,9 @@ from tests.support.row_settings import (
 )
 from vllm_diffusion.canvas.pass_rows import rows_of
 from vllm_diffusion.canvas.slots import SlotFeatures
-from vllm_diffusion.decoding.canvas_spec import PositionStatistics
+from vllm_diffusion.decoding.statistics import PositionStatistics
 from vllm_diffusion.sampling import logprobs
-from vllm_diffusion.sampling.kept_rows import CandidateFilters, draw_filtered
+from vllm_diffusion.sampling.candidate_filters import CandidateFilters, draw_filtered
 from vllm_diffusion.sampling.logprobs import row_logprobs
 from vllm_diffusion.sampling.vocabulary_stream import sample_rows
 

@@ -17,8 +17,8 @@ from attention_kernels.vocab_statistics import api, reference, triton
 from tests.support.heads import identity_head, on_shards, output_head
 from tests.support.row_settings import filtered_probs, logits_of, row_draws, top_logprobs
 from vllm_diffusion.canvas.pass_rows import rows_of
-from vllm_diffusion.decoding.canvas_spec import PositionStatistics
-from vllm_diffusion.sampling.kept_rows import CandidateFilters, draw_filtered
+from vllm_diffusion.decoding.statistics import PositionStatistics
+from vllm_diffusion.sampling.candidate_filters import CandidateFilters, draw_filtered
 from vllm_diffusion.sampling.logprobs import row_logprobs
 from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.vocabulary_stream import sample_rows

@@ -11,7 +11,7 @@ from vllm_diffusion.decoding.levenshtein import Levenshtein
 from vllm_diffusion.decoding.pass_order import PassOrder
 from vllm_diffusion.decoding.reveal import LinearSpec, Reveal
 from vllm_diffusion.startup import async_scheduling
-from vllm_diffusion.startup.worker_class import choose_worker
+from vllm_diffusion.startup.options import choose_worker
 
 pytestmark = pytest.mark.engine
 

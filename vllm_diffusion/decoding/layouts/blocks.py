@@ -161,7 +161,7 @@ class SeededBlock(CanvasLayout):
     """
 
     summary: ClassVar[str] = f"{CanvasLayout.summary}; the first token from the encoding pass"
-    starts_from_commit = True
+    is_seeded = True
 
     def shift(
         self, position: Tensor, committed: Callable[[], Tensor], seeding: Callable[[], Tensor]
@@ -194,7 +194,7 @@ class ShiftedBlock(AlignedBlock):
         f"{AlignedBlock.summary}; the first token from the encoding pass; rows shifted by one"
     )
 
-    starts_from_commit = True
+    is_seeded = True
     predicts_next = True
 
     def shift(

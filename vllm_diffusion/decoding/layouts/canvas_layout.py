@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from attention_kernels.vocab_statistics import RowDraws
+
+# Numbers of positions: of canvases, an integer tensor, or of one.
+Positions = TypeVar("Positions", int, Tensor)
 
 
 class ScheduledRequest(NamedTuple):
@@ -103,15 +106,19 @@ class CanvasLayout:
         refused_fields: Request fields that this layout cannot honour, each with the reason.
         refused_arguments: Names of ``diffusion_*`` arguments, without that prefix, that it cannot
             honour, each with the reason and the remedy.
-        starts_from_commit: True if a canvas needs the pass that writes the keys and values before it.
+        is_seeded: True if the pass that writes the keys and values before a canvas draws its first token, the
+            *seed*.
         verifies: True if the commit keeps only the tokens of a canvas that its own rows draw.
         has_spans: True if known tokens attend in both directions within spans: see :meth:`row_spans`.
         narrows: True if a request may have canvases of fewer positions.
         predicts_next: True if a row's hidden state predicts the token after it, and not its own.
-        caches_prefixes: True if keys and values of a prefix may be those of another prompt that begins with it.
+        recomputes: True if each pass computes all tokens of a request anew: no key or value is final before the
+            last token is, so that nothing is cached and no canvas needs a commit.
         crosses_cache_blocks: True if blocks in which known tokens attend in both directions begin anywhere in a
             block of the cache.
-        holds_sequence: True if a canvas holds all tokens of its request, and what is emitted stays in it.
+        keeps_emitted: True if what a canvas emits stays in it, given, while the rest is denoised.
+        has_one_length: True if canvases have C positions, however long the sequence is: graphs are captured by
+            their number.
         has_whole_blocks: True if an answer is denoised in blocks of a length that requests set, all of them whole.
     """
 
@@ -120,14 +127,15 @@ class CanvasLayout:
     summary: ClassVar[str] = "where the known tokens end; causal after them"
     refused_fields: ClassVar[Mapping[str, str]] = {}
     refused_arguments: ClassVar[Mapping[str, str]] = {}
-    starts_from_commit: ClassVar[bool] = False
+    is_seeded: ClassVar[bool] = False
     verifies: ClassVar[bool] = False
     has_spans: ClassVar[bool] = False
     narrows: ClassVar[bool] = True
     predicts_next: ClassVar[bool] = False
-    caches_prefixes: ClassVar[bool] = True
+    recomputes: ClassVar[bool] = False
     crosses_cache_blocks: ClassVar[bool] = False
-    holds_sequence: ClassVar[bool] = False
+    keeps_emitted: ClassVar[bool] = False
+    has_one_length: ClassVar[bool] = True
     has_whole_blocks: ClassVar[bool] = False
 
     # Start-up.
@@ -170,6 +178,14 @@ class CanvasLayout:
 
     def num_given(self, num_known: int) -> int:
         """Return how many leading positions of the canvas after ``num_known`` tokens are known too."""
+        return 0
+
+    def num_after(self, num_suffix: int) -> int:
+        """Return how many positions of a canvas stand after the answer and are no part of it.
+
+        Args:
+            num_suffix: Tokens of the request's suffix. A canvas that ends with the answer has them pinned at its end.
+        """
         return 0
 
     def rows(self, request: ScheduledRequest) -> ScheduledRows:
@@ -234,13 +250,13 @@ class CanvasLayout:
         """
         return num_canvas
 
-    def first_sampled(self, num_given: Tensor) -> Tensor:
-        """Return the position of each canvas whose row is the first of these, integer as ``num_given``.
+    def first_sampled(self, num_given: Positions) -> Positions:
+        """Return the position of each canvas whose row is the first of these, as ``num_given``.
 
         Args:
-            num_given: Given positions of each canvas.
+            num_given: Given positions of each canvas, or of one.
         """
-        return torch.zeros_like(num_given)
+        return 0 * num_given
 
     def num_bidirectional(self, num_canvas: Tensor, is_committed: Callable[[], Tensor]) -> Tensor:
         """Return the number of rows of each request that attend in both directions, [R], int32.
@@ -273,7 +289,7 @@ class CanvasLayout:
             num_final: [R], int32: result of :meth:`num_final`.
 
         Raises:
-            NotImplementedError: If canvases begin as noise: see :attr:`starts_from_commit`.
+            NotImplementedError: If canvases begin as noise: see :attr:`is_seeded`.
         """
         raise NotImplementedError
 

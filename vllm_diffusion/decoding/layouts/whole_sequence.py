@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vllm_diffusion.decoding.layouts.canvas_layout import (
     CanvasLayout,
+    Positions,
     ScheduledRequest,
     ScheduledRows,
     from_first_free,
@@ -33,9 +34,10 @@ class WholeSequence(CanvasLayout):
     """
 
     summary: ClassVar[str] = "the whole sequence, in both directions; nothing is cached"
-    holds_sequence = True
+    recomputes = True
+    keeps_emitted = True
+    has_one_length = False
     narrows = False
-    caches_prefixes = False
     refused_fields: ClassVar[Mapping[str, str]] = {
         "prompt_logprobs": "(echo with logprobs) is not supported by this model, which attends in both "
         "directions: no position of the prompt predicts the next one; leave it out."
@@ -73,7 +75,10 @@ class WholeSequence(CanvasLayout):
     ) -> np.ndarray:
         return np.clip(num_canvas - num_known, 0, block_length)
 
-    def first_sampled(self, num_given: Tensor) -> Tensor:
+    def num_after(self, num_suffix: int) -> int:
+        return num_suffix
+
+    def first_sampled(self, num_given: Positions) -> Positions:
         return num_given
 
     def emitted(self, result: Tensor, num_given: Tensor) -> Tensor:

@@ -82,10 +82,10 @@ class DiffusionGemmaModelState(EmbeddedModelState):
         self._image_spans.pop(req_id, None)
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
-        places, num_rows = self.pass_rows, input_batch.num_draft_tokens
-        rows = places.index[:num_rows]
+        pass_rows, num_rows = self.pass_rows, input_batch.num_draft_tokens
+        rows = pass_rows.index[:num_rows]
         if self._adapters is not None:
-            self._adapters.assign_rows(rows, self._is_denoised(places.slot[:num_rows]))
+            self._adapters.assign_rows(rows, self._is_denoised(pass_rows.slot[:num_rows]))
         is_decoder_row = self.model.is_decoder_row
         if is_decoder_row is not None and num_rows < input_batch.num_tokens:
             # Known tokens are the encoder's. Where there are none, every row is written below.
@@ -112,8 +112,8 @@ class DiffusionGemmaModelState(EmbeddedModelState):
         Args:
             rows: [num_rows], int64, where in the pass they are: the beginning of ``pass_rows.index``.
         """
-        places = self.pass_rows
-        slot, position = places.slot[: len(rows)], places.position[: len(rows)]
+        pass_rows = self.pass_rows
+        slot, position = pass_rows.slot[: len(rows)], pass_rows.position[: len(rows)]
         tokens, signal = self._read(slot, position)
         plain = self.model.embed_input_ids(tokens)
         if self._adapters is not None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_diffusion.startup.checkpoint_file import checkpoint_file
 from vllm_diffusion.weights.adapters.rules import (
     CONFIG,
     WEIGHTS,
@@ -15,6 +14,7 @@ from vllm_diffusion.weights.adapters.rules import (
     read_config,
     read_pairs,
 )
+from vllm_diffusion.weights.weight_files import checkpoint_file
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig

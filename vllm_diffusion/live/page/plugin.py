@@ -7,10 +7,10 @@ from typing import Any
 
 from fastapi import FastAPI, HTTPException, Response
 
+from vllm_diffusion.checkpoints import shipped_tasks
 from vllm_diffusion.requests.arguments import PREFIX, end_token_ids, offered_settings
 from vllm_diffusion.requests.require_key import PAGE, PAGE_FILES
 from vllm_diffusion.startup.plan import spec_of
-from vllm_diffusion.startup.shipped import shipped_tasks
 
 # Beneath /v1, where vLLM asks for the key.
 MODEL_PATH = "/v1/diffusion/model"

@@ -15,10 +15,10 @@ from vllm.config import MultiModalConfig
 from tests.support.checkpoints import SHIPPED
 from tests.support.page_stub import engine_client
 from tests.support.specs import diffusion_gemma_spec, masked_spec
+from vllm_diffusion.checkpoints import TASKS
 from vllm_diffusion.live.page.plugin import MODEL_PATH, LiveCanvasPage, end_tokens_of
 from vllm_diffusion.requests.arguments import argument_names, parse_arguments
 from vllm_diffusion.requests.require_key import PAGE, PAGE_FILES, RequireKey
-from vllm_diffusion.startup.shipped import TASKS
 
 pytestmark = pytest.mark.engine
 

@@ -221,11 +221,11 @@ async function answer(question, values, panel, said, signal) {
   let text = "";
   try {
     for await (const chunk of chunksOf(bodyOf(question, values), key, signal)) {
-      const committed = panel.take(chunk);
-      if (committed) {
-        text += committed;
+      const emitted = panel.take(chunk);
+      if (emitted) {
+        text += emitted;
         // A screen reader reads out what is added to a log.
-        said.append(committed);
+        said.append(emitted);
         scrollLog();
       }
     }

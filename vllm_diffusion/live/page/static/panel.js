@@ -33,7 +33,7 @@ export class Panel {
     this.range = find("input[type=range]");
     this.output = find("output");
     this.play = find(".play");
-    this.committed = find(".committed");
+    this.emitted = find(".emitted");
     this.draft = find(".draft");
     this.counters = find(".counters");
     const position = find(".position");
@@ -59,7 +59,7 @@ export class Panel {
     this.#count();
   }
 
-  // Take a chunk of the answer. Returns the text that it commits.
+  // Take a chunk of the answer. Returns the text that it emits.
   take(chunk) {
     this.ended = performance.now();
     if (chunk.type === "diffusion_frame") this.#takeFrame(chunk);
@@ -71,7 +71,7 @@ export class Panel {
     this.hasThought ||= Boolean(delta.reasoning ?? delta.reasoning_content);
     this.#count();
     const text = delta.content ?? "";
-    if (!this.frames.length) this.committed.append(text);
+    if (!this.frames.length) this.emitted.append(text);
     return text;
   }
 
@@ -82,7 +82,7 @@ export class Panel {
   #takeFrame(frame) {
     const follows = this.#isAtEnd();
     const earlier = this.frames.findLast((other) => other.block < frame.block);
-    // The last frame of a canvas holds what is committed; over chat a thought is apart from the text.
+    // The last frame of a canvas holds what is emitted; over chat a thought is apart from the text.
     const before = earlier ? earlier.before + earlier.written : "";
     this.frames.push({ ...frame, before, written: (frame.reasoning ?? "") + frame.text });
     this.range.max = this.frames.length - 1;
@@ -158,7 +158,7 @@ export class Panel {
     const mean = (frame.entropy ?? []).reduce((sum, nats) => sum + nats, 0) / (tokens.length || 1);
     const numKept = (frame.kept ?? []).filter(Boolean).length;
     this.output.textContent = `${where}: ${numKept} of ${tokens.length} kept, mean entropy ${mean.toFixed(2)} nats`;
-    this.committed.textContent = frame.before + (frame.is_last ? frame.written : "");
+    this.emitted.textContent = frame.before + (frame.is_last ? frame.written : "");
     this.draft.textContent = frame.is_last ? "" : frame.written;
   }
 

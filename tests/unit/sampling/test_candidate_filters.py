@@ -16,8 +16,8 @@ from attention_kernels.vocab_statistics import (
 )
 from tests.support.heads import identity_head, on_shards, output_head
 from tests.support.row_settings import row_draws
-from vllm_diffusion.decoding.canvas_spec import PositionStatistics
-from vllm_diffusion.sampling.kept_rows import CandidateFilters, thresholds
+from vllm_diffusion.decoding.statistics import PositionStatistics
+from vllm_diffusion.sampling.candidate_filters import CandidateFilters, thresholds
 from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.vocabulary_stream import sample_rows
 

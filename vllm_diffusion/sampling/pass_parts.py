@@ -1,0 +1,222 @@
+"""What a pass samples, in parts: its rows with adjustments, those with filters, those that are reported, and the decision.
+
+The rows with filters need the statistics of the whole row, and those with log-probabilities the tokens: both are
+projected again. Statistics are scattered to the positions of their canvases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from vllm.v1.outputs import LogprobsTensors
+
+from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws, RowLogits
+from vllm_diffusion.canvas.cuda_graphs import compiled_by_rows
+from vllm_diffusion.canvas.pass_rows import PassRows, rows_of
+from vllm_diffusion.canvas.step import CanvasStep, StepOutput
+from vllm_diffusion.decoding.statistics import PositionStatistics
+from vllm_diffusion.sampling.candidate_filters import draw_filtered
+from vllm_diffusion.sampling.logprobs import row_logprobs, write_rows
+from vllm_diffusion.sampling.output_head import OutputHead
+from vllm_diffusion.sampling.pass_settings import PassSettings, SelectedRows
+from vllm_diffusion.sampling.row_adjustments import ConstraintTensors
+from vllm_diffusion.sampling.used_settings import UsedSettings
+from vllm_diffusion.sampling.vocabulary_stream import sample_rows
+
+# (soft embeddings [num_rows, hidden_size] float32, slot [num_rows], position [num_rows]) -> kept for
+# self-conditioning.
+StoreSoftEmbeds = Callable[[Tensor, Tensor, Tensor], None]
+
+
+class RowStatistics:
+    """Statistics of a pass, which the decision reads.
+
+    Attributes:
+        head: The projection onto the vocabulary.
+        of_slots: Statistics by slot and position.
+    """
+
+    def __init__(
+        self,
+        pass_rows: PassRows,
+        head: OutputHead,
+        constraints: ConstraintTensors,
+        store_soft_embeds: StoreSoftEmbeds,
+    ) -> None:
+        """Allocate for all slots.
+
+        Args:
+            pass_rows: The rows of the pass.
+            head: The projection onto the vocabulary.
+            constraints: Constraints of the pass.
+            store_soft_embeds: Called if ``head`` has an embedding.
+        """
+        slots = pass_rows.slots
+        self.head = head
+        self.of_slots = slots.spec.statistics(slots.num_slots, slots.device)
+        self._named_tokens = slots.spec.rule.named_tokens
+        self._constraints = constraints
+        self._store_soft_embeds = store_soft_embeds
+        self._write = compiled_by_rows(self._write_to_slots, pass_rows.compile_backend)
+
+    def sample(
+        self,
+        rows: Tensor,
+        selected: SelectedRows,
+        draws: RowDraws,
+        adjustments: LogitAdjustments | None,
+        used: UsedSettings,
+    ) -> None:
+        """Sample the rows of the pass and scatter their statistics to (slot, position).
+
+        Args:
+            rows: [num_rows, hidden_size].
+            selected: Which they are.
+            draws: Their temperatures and noise keys.
+            adjustments: Adjustments of their logits; ``None`` if there are none.
+            used: Settings that the pass uses.
+        """
+        slot, position, statistics = selected.slot, selected.position, self.of_slots
+        # Without an embedding there is no second product.
+        head = self.head if used.has_next_step else replace(self.head, embedding=None)
+        results = sample_rows(
+            head,
+            rows,
+            draws,
+            adjustments,
+            statistics.num_likeliest,
+            named_tokens=self._named_tokens,
+            allowed_ids=used.allowed_ids,
+        )
+        soft_embeds = results.soft_embeds
+        self._write(slot, position, results._replace(soft_embeds=None))
+        if soft_embeds is not None:
+            if adjustments is not None:
+                restart = self._constraints.restart(selected.rows)
+                soft_embeds = torch.where(restart[:, None], 0.0, soft_embeds)
+            self._store_soft_embeds(soft_embeds, slot, position)
+
+    def _write_to_slots(self, slot: Tensor, position: Tensor, values: PositionStatistics) -> None:
+        self.of_slots.write(slot, position, values)
+
+
+class PassParts:
+    """Functions of a pass, each of which a graph may hold.
+
+    Attributes:
+        statistics: Statistics of the pass's rows.
+    """
+
+    def __init__(
+        self,
+        pass_rows: PassRows,
+        settings: PassSettings,
+        statistics: RowStatistics,
+        canvas_step: CanvasStep,
+    ) -> None:
+        """Join what the parts of a pass read.
+
+        Args:
+            pass_rows: The rows of the pass.
+            settings: Their settings.
+            statistics: Their statistics.
+            canvas_step: Decides from the statistics.
+        """
+        self.statistics = statistics
+        self._pass_rows = pass_rows
+        self._settings = settings
+        self._canvas_step = canvas_step
+
+    def plain_step(self, rows: Tensor) -> StepOutput:
+        """Sample a pass in which no request uses more than temperatures and seeds, and decide.
+
+        Args:
+            rows: [num_rows, hidden_size].
+        """
+        self.adjusted_rows(rows, UsedSettings())
+        return self.decide()
+
+    def adjusted_rows(self, rows: Tensor, used: UsedSettings) -> None:
+        """Take the statistics of a pass with any adjustments.
+
+        Args:
+            rows: [num_rows, hidden_size].
+            used: Settings that the pass uses.
+        """
+        settings = self._settings
+        some = settings.select(slice(len(rows)))
+        adjustments = settings.adjustments_of(some, used)
+        self.statistics.sample(rows, some, settings.draws(some), adjustments, used)
+
+    def filtered_rows(self, index: Tensor, hidden: Tensor, used: UsedSettings) -> None:
+        """Draw new candidates of rows with filters. The same row may come again.
+
+        Args:
+            index: [n], int64, which rows of the pass.
+            hidden: [num_rows, hidden_size], of the pass.
+            used: Settings that the pass uses.
+        """
+        some, statistics = self._settings.select(index), self.statistics.of_slots
+        slots = self._pass_rows.slots
+        drawn = draw_filtered(
+            self.statistics.head,
+            self._logits_again(some, hidden[index], used),
+            self._settings.draws(some),
+            rows_of(used.filters, some.slot),
+            slots.vocab_size,
+            judges_kept=slots.spec.rule.judges_filtered,
+        )
+        statistics.candidate[some.slot, some.position] = drawn.candidate
+        statistics.drawn_confidence[some.slot, some.position] = drawn.share
+        if drawn.entropy is not None and drawn.margin is not None:
+            assert statistics.margin is not None
+            statistics.entropy[some.slot, some.position] = drawn.entropy
+            statistics.margin[some.slot, some.position] = drawn.margin
+
+    def reported_rows(
+        self, index: Tensor, hidden: Tensor, used: UsedSettings, reports: LogprobsTensors
+    ) -> None:
+        """Write the log-probabilities of rows. The same row may come again.
+
+        Args:
+            index: [n], int64, which rows of the pass.
+            hidden: [num_rows, hidden_size], of the pass.
+            used: Settings that the pass uses.
+            reports: Of all rows of the pass, output.
+        """
+        some, settings = self._settings.select(index), self._settings
+        statistics = self.statistics.of_slots
+        logits = self._logits_again(some, hidden[index], used)
+        adjustments = settings.reported_adjustments_of(some, used, logits.adjustments)
+        request = settings.logprobs_request(some.slot, used)
+        of_tokens = statistics.candidate if request.of_drawn else statistics.argmax
+        if (verified := self._pass_rows.slots.verified) is not None:
+            of_tokens = torch.where(verified[:, None], statistics.candidate, of_tokens)
+        computed = row_logprobs(
+            logits._replace(adjustments=adjustments),
+            settings.reported_temperature(some.slot),
+            of_tokens[some.slot, some.position],
+            request,
+            self.statistics.head,
+        )
+        write_rows(reports, index, computed)
+
+    def decide(self) -> StepOutput:
+        """Decide what becomes of every canvas."""
+        return self._canvas_step(self.statistics.of_slots, self._pass_rows.of_slots)
+
+    def _logits_again(self, some: SelectedRows, rows: Tensor, used: UsedSettings) -> RowLogits:
+        """Project rows of the pass again, onto all ids of this rank that some row may draw or report.
+
+        Args:
+            some: Which they are.
+            rows: [n, hidden_size].
+            used: Settings that the pass uses.
+        """
+        head = self.statistics.head
+        adjustments = self._settings.adjustments_of(some, used)
+        projected = head.project_all(rows, used.allowed_ids)
+        return RowLogits(projected, head.first_id, head.softcap, adjustments)
