@@ -91,6 +91,9 @@ def check_draft(vllm_config: VllmConfig) -> None:
             'with "method": "dflash".'
         )
     if not is_ours and not is_stock:
+        if "DFlash2DraftModel" in architectures:
+            where = f"config.json of the draft {spec.model}"
+            _warn_of_block(spec.draft_model_config.hf_config, where, spec.num_speculative_tokens)
         return
     if os.path.isdir(spec.model) and (problem := why_not_folder(spec.model)):
         raise ValueError(f"The draft {spec.model} {problem}; copy or train it again.")
@@ -234,8 +237,15 @@ def check_pair(
         num_layers=target.get_total_num_hidden_layers(),
         by_stock=by_stock,
     )
-    block_size = getattr(draft, "block_size", None) or dflash_fields(draft).get("block_size")
-    if isinstance(block_size, int) and num_drafts >= block_size:
+    _warn_of_block(draft, where, num_drafts)
+
+
+def _warn_of_block(draft: Any, where: str, num_drafts: int) -> None:
+    """Warn of more tokens than a block has; trainers write its length at two places, and the shorter one counts."""
+    fields = getattr(draft, "dflash_config", None)
+    nested = fields.get("block_size") if isinstance(fields, Mapping) else None
+    lengths = [n for n in (getattr(draft, "block_size", None), nested) if isinstance(n, int) and n]
+    if lengths and num_drafts >= (block_size := min(lengths)):
         logger.warning(
             "--speculative-config: num_speculative_tokens=%d is more than the draft was trained for: a block of %d "
             "(block_size in %s) is an anchor and %d tokens. Few of the others will be accepted; set it to %d.",

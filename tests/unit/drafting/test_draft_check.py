@@ -217,6 +217,29 @@ def test_more_drafts_than_it_was_trained_for(num_drafts: int, architecture: str)
     )
 
 
+@pytest.mark.parametrize(
+    "architecture", ["DFlash2DraftModel", "Qwen3DFlash2DraftModel", STOCK_ARCHITECTURE]
+)
+@pytest.mark.parametrize(
+    ("top", "nested", "num_drafts"), [(8, 8, 7), (8, 8, 8), (None, 8, 8), (16, 8, 8), (8, 16, 8)]
+)
+def test_block_at_two_places(
+    architecture: str, top: int | None, nested: int, num_drafts: int
+) -> None:
+    """Turbo-dLLM and NeMo write a block's length beside ``dflash_config`` and in it; the shorter one bounds a draft."""
+    with mock.patch("vllm_diffusion.drafting.draft_check.logger.warning") as warning:
+        fields = dflash(block_size=nested)
+        check_draft(
+            configured(
+                num_drafts=num_drafts, architectures=[architecture], block_size=top, **fields
+            )
+        )
+    lines = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+    assert ["a block of 8" in line and line.endswith("to 7.") for line in lines] == [True] * (
+        num_drafts - 7
+    )
+
+
 @pytest.mark.parametrize("name", ["Qwen3DFlashDraftModel", "DFlashQwen3DFlashDraftModel"])
 @pytest.mark.parametrize("causal", [None, True])
 def test_drafts_of_nemo(name: str, causal: bool | None) -> None:
