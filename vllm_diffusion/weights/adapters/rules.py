@@ -38,9 +38,13 @@ _AGAIN = "copy the adapter again"
 # Parts of module names, and the reason why an adapter of such a module is refused.
 UNREACHED = {
     **dict.fromkeys(
-        ("embed_tokens", "word_embeddings", "lm_head", "diffusion_head"),
+        # LLaDA's head is named like an MLP's last layer.
+        (
+            *("embed_tokens", "word_embeddings", "lm_head", "diffusion_head"),
+            *("transformer.wte", "transformer.ff_out"),
+        ),
         "the vocabulary is read in tiles, from the checkpoint's own matrix; train it without "
-        "embeddings and head",
+        "embeddings and head, or merge it into the checkpoint",
     ),
     **dict.fromkeys(
         ("vision_tower", "embed_vision"),
@@ -186,7 +190,7 @@ class AdapterRules:
     def _check_names(self, names: Iterable[str]) -> None:
         for name in names:
             for part, why in UNREACHED.items():
-                if part in name.split("."):
+                if is_part(part, name):
                     raise _MisfitError(f"it adapts {name}, but {why}")
         if unknown := [name for name in names if name not in self.modules]:
             raise _MisfitError(
@@ -257,6 +261,11 @@ class AdapterRules:
                 )
 
 
+def is_part(part: str, name: str) -> bool:
+    """Return true if a module's dotted name has this one in it, as whole words."""
+    return f".{part}." in f".{name}."
+
+
 def adapted_modules(rules: TensorRules, config: Any) -> dict[str, Module]:
     """Return all modules of a checkpoint that an adapter may adapt, by published name.
 
@@ -277,7 +286,7 @@ def adapted_modules(rules: TensorRules, config: Any) -> dict[str, Module]:
     return {
         name: module
         for name, module in modules.items()
-        if UNREACHED.keys().isdisjoint(name.split("."))
+        if not any(is_part(part, name) for part in UNREACHED)
     }
 
 
