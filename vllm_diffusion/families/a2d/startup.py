@@ -19,6 +19,7 @@ A checkpoint does not say which of the two it is: both have the same ``config.js
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -99,10 +100,12 @@ class A2DEngineConfig(_Qwen3Body, MaskedEngineConfig):
     @classmethod
     def check_model(cls, model_config: ModelConfig) -> None:
         super().check_model(model_config)
-        if "mdlm" in Path(model_config.model).name.lower():
+        # The trainer writes to .../mdlm/DATA/checkpoint-final.
+        ends = Path(model_config.model).absolute().parts[-3:]
+        if re.findall("mdlm|bd3lm", "/".join(ends).lower())[-1:] == ["mdlm"]:
             own = model_config.architecture.replace("LMHeadModel", "MDLM")
             raise ValueError(
-                f"{model_config.model} is by its name trained as MDLM, which attends over the whole sequence: set "
+                f"{model_config.model} is by its path trained as MDLM, which attends over the whole sequence: set "
                 f"""--hf-overrides '{{"architectures": ["{own}"]}}'. Rename the folder if it is a BD3LM."""
             )
 
