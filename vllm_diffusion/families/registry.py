@@ -58,6 +58,13 @@ FAMILIES = (
         "FastDLLMConfig",
         "FastDLLMForCausalLM",
     ),
+    # A name that an operator gives, since config.json has that of the autoregressive model.
+    _family(
+        "Fast_dLLM_Qwen3ForCausalLM",
+        "fast_dllm",
+        "FastDLLMQwen3EngineConfig",
+        model="FastDLLMQwen3ForCausalLM",
+    ),
     _family("StableDiffcoderForCausalLM", "stable_diffcoder", "StableDiffcoderEngineConfig"),
     _family("DreamForCausalLM", "dream_reasoner", "DreamReasonerEngineConfig", "DreamConfig"),
     _family("A2DQwen3LMHeadModel", "a2d", "A2DEngineConfig", "A2DQwen3Config"),

@@ -191,6 +191,18 @@ fast_dllm = Maker(
     eos_token_id=list(END_IDS),
 )
 
+# What a trainer of its objective makes of a Qwen3: the autoregressive model's ``config.json``.
+fast_dllm_qwen3 = replace(
+    sdar,
+    block_length=32,
+    config={
+        name: value for name, value in sdar.config.items() if name not in ("auto_map", "model_type")
+    }
+    | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "mask_token_id": None},
+    block_length_key=None,
+    eos_token_id=list(END_IDS),
+)
+
 # Stable-DiffCoder: Llama, no biases; its ``model_type`` is plain ``llama``.
 stable_diffcoder = Maker(
     transformers_body("Llama"),

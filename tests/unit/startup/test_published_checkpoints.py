@@ -43,7 +43,7 @@ TINY = {
 }
 
 # What a trainer writes, and nobody has published.
-UNPUBLISHED = {"A2DLlamaLMHeadModel", "A2DLlamaMDLM"}
+UNPUBLISHED = {"A2DLlamaLMHeadModel", "A2DLlamaMDLM", "Fast_dLLM_Qwen3ForCausalLM"}
 
 
 def parsed(command: str) -> Any:

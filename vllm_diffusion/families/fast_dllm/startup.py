@@ -14,11 +14,15 @@ copies; NVlabs/Fast-dLLM at b9cf368, ``v2/run_chatbot.py`` (threshold 0.9). It d
 - ``top_p`` is 1 unless the request sets it; there it is 0.95, which matters above
   temperature 0.
 - The mask token is never drawn, and among equally confident positions the leftmost comes first.
+
+Trainers run its objective on other bodies, and leave their ``config.json`` as it was: an operator names the architecture,
+the length of a block (``bd_size``) and the mask token that a model was trained with.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import ClassVar
 
 from transformers import Qwen2Config
 
@@ -37,6 +41,7 @@ class FastDLLMConfig(Qwen2Config):
 class FastDLLMEngineConfig(MaskedEngineConfig):
     """The entry of ``Fast_dLLM_QwenForCausalLM``."""
 
+    body: ClassVar[str] = "Qwen2ForCausalLM"
     rules = {
         "reveal": PublishedRule(
             partial(Reveal, judges_to_end=True, sub_block_length=8),
@@ -50,4 +55,10 @@ class FastDLLMEngineConfig(MaskedEngineConfig):
 
     @classmethod
     def tensor_rules(cls) -> TensorRules:
-        return BodyTensors("Qwen2ForCausalLM")
+        return BodyTensors(cls.body)
+
+
+class FastDLLMQwen3EngineConfig(FastDLLMEngineConfig):
+    """The entry of ``Fast_dLLM_Qwen3ForCausalLM``, a name that an operator gives."""
+
+    body = "Qwen3ForCausalLM"

@@ -1,0 +1,153 @@
+"""Checkpoints and adapters by the names that trainers write: each is served, or refused with what serves it.
+
+Names were read in NeMo AutoModel 0.7.0 and Turbo-dLLM 0.1.6 (wheels) and ZHZisZZ/dllm at ca17675.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.families.test_mdlm import assert_loops
+from tests.support.adapters import write_adapter
+from tests.support.checkpoints import SHIPPED, changed
+from tests.support.engine import TracedEngine
+from tests.support.families import makers as tiny
+from tests.support.families.cases import CASES, Wanted
+from tests.support.families.llada2_model import llada2
+from tests.support.families.model import MASK_ID, TinyModel
+from tests.support.refused import refusal
+from tests.support.vllm_configs import configure
+
+pytestmark = pytest.mark.engine
+
+# Turbo-dLLM's Fast-dLLM v2 leaves config.json as it was.
+BODIES = {
+    "qwen3": (tiny.fast_dllm_qwen3, "Fast_dLLM_Qwen3ForCausalLM"),
+    "qwen2": (
+        replace(
+            tiny.fast_dllm,
+            config=tiny.fast_dllm.config
+            | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "auto_map": {}},
+            block_length_key=None,
+        ),
+        "Fast_dLLM_QwenForCausalLM",
+    ),
+}
+
+
+@pytest.mark.parametrize("block_length", [32, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("qwen2", marks=pytest.mark.slow)])
+def test_fast_dllm(name: str, block_length: int, tmp_path: Path) -> None:
+    """A body that was trained as Fast-dLLM v2 is vLLM's own until an operator names it, and then has the loop's tokens."""
+    make, architecture = BODIES[name]
+    folder = make().save(tmp_path / "plain")
+    assert getattr(configure(folder).model_config, "diffusion", None) is None
+    overrides = {
+        "architectures": [architecture],
+        "bd_size": block_length,
+        "mask_token_id": MASK_ID,
+    }
+    case = replace(
+        CASES["fast-dllm"],
+        make=partial(make, block_length=block_length),
+        options={"hf_overrides": overrides},
+    )
+    wanted = [Wanted(max_tokens=n, threshold=t) for n, t in ((35, 0.3), (64, 0.1), (20, 0.9))]
+    assert_loops(case, tmp_path / "served", wanted, is_asynchronous=False)
+
+
+@pytest.mark.parametrize(
+    ("place", "is_refused"),
+    [
+        ("Qwen3-0.6B/mdlm/alpaca/checkpoint-final", True),
+        ("Qwen3-0.6B-diffusion-mdlm-v0.1", True),
+        ("Qwen3-0.6B/bd3lm/alpaca/checkpoint-final", False),
+        ("mdlm/bd3lm/checkpoint-final", False),
+    ],
+)
+def test_places_of_dllm(place: str, is_refused: bool, tmp_path: Path) -> None:
+    """dllm's MDLM, whose files are a BD3LM's, is known by the folder above the one that is served too."""
+    folder = tiny.a2d().save(tmp_path / place)
+    if is_refused:
+        assert '"architectures": ["A2DQwen3MDLM"]' in refusal(folder)
+    else:
+        configure(folder)
+
+
+def nemo_adapter(model: TinyModel, folder: Path, ends: tuple[str, ...]) -> Path:
+    """Write an adapter as NeMo AutoModel does, of every published module that its recipe's patterns match."""
+    generator = torch.Generator().manual_seed(0)
+    tensors, modules = {}, []
+    for name, tensor in model.tensors().items():
+        module, _, end = name.rpartition(".")
+        if end == "weight" and tensor.ndim == 2 and module.endswith(ends):
+            modules.append(module)
+            for half, shape in (("A", (4, tensor.shape[1])), ("B", (tensor.shape[0], 4))):
+                tensors[f"{module}.lora_{half}"] = torch.randn(shape, generator=generator)
+    config: dict[str, Any] = {
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "target_modules": modules,
+        "base_model_name_or_path": "a/b",
+    }
+    return write_adapter(folder, tensors, config)
+
+
+PROJECTIONS = (".q_proj", ".k_proj", ".v_proj")
+LLADA = (*PROJECTIONS, ".attn_out", ".ff_proj", ".up_proj")
+
+
+@pytest.mark.parametrize(
+    ("make", "ends"),
+    [
+        (tiny.llada, (*LLADA, ".ff_out")),
+        (
+            llada2,
+            (
+                *("attention.query_key_value", "attention.dense"),
+                *(".mlp.gate_proj", ".mlp.up_proj", ".mlp.down_proj"),
+            ),
+        ),
+        (tiny.nemotron, (*PROJECTIONS, ".o_proj", ".gate_proj", ".up_proj", ".down_proj")),
+    ],
+    ids=["llada", "llada2", "nemotron"],
+)
+def test_adapters_of_nemo(make: Any, ends: tuple[str, ...], tmp_path: Path) -> None:
+    """Adapters of its recipes fit; that of LLaDA matches the head too, and is refused until it is left out."""
+    model = make()
+    folder = nemo_adapter(model, tmp_path / "adapter", ends)
+    served = configure(model.save(tmp_path / "model"), enable_lora=True)
+    rules = served.model_config.diffusion.adapters
+    if ".ff_out" in ends:
+        with pytest.raises(ValueError, match="it adapts model.transformer.ff_out, but .* merge it"):
+            rules.check(str(folder))
+        in_layers = tuple(f".{i}.ff_out" for i in range(3))
+        folder = nemo_adapter(model, tmp_path / "layers", (*LLADA, *in_layers))
+    rules.check(str(folder))
+
+
+def test_diffusion_gemma_of_nemo(tmp_path: Path) -> None:
+    """A full DiffusionGemma has no encoder's scalars and no tower there, and factors of experts are in their matrices."""
+
+    def as_nemo(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [n for n in tensors if n.startswith("model.encoder.")]:
+            del tensors[name]
+        for name in [n for n in tensors if n.endswith("router.per_expert_scale")]:
+            scale = tensors[name]
+            down = name.replace("router.per_expert_scale", "experts.down_proj")
+            tensors[down] = tensors[down] * scale[:, None, None]
+            tensors[name] = torch.ones_like(scale)
+
+    folder = changed(SHIPPED, tmp_path / "nemo", as_nemo)
+    answers = []
+    for checkpoint in (SHIPPED, folder):
+        with TracedEngine(checkpoint, max_model_len=256) as engine:
+            outputs = engine.generate([[2, 40, 41, 42, 43]], seeds=[1], max_tokens=32)
+            answers.append([list(output.token_ids) for output in outputs])
+    assert answers[0] == answers[1]
