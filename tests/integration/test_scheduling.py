@@ -1,4 +1,4 @@
-"""N passes for a canvas of N steps: its first one comes with the end of the prompt, its last emits it."""
+"""A canvas of N steps takes N passes: the first with the prompt's end, the last emits it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ asynchronous_often = pytest.mark.parametrize(
 
 @pytest.mark.parametrize("num_canvases", [1, 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_passes_to_the_unit(engine, order, num_canvases):
-    """Denoising steps, and what the order adds to them."""
+    """A request takes exactly its denoising steps and what the order adds to them."""
     prompt = prompt_of(CANVAS, seed=num_canvases)
     (output,) = engine.generate(
         [prompt], seeds=[1], max_tokens=num_canvases * CANVAS, ignore_eos=True
@@ -57,7 +57,7 @@ def test_passes_to_the_unit(engine, order, num_canvases):
 
 @contextmanager
 def counting(engine):
-    """Rows of each pass that is scheduled."""
+    """Count the rows of each pass that is scheduled."""
     rows, schedule = [], engine.scheduler.schedule
 
     def counted(*args):
@@ -75,7 +75,7 @@ READ = {"diffusion_read_only": True, "diffusion_max_steps": 1, "diffusion_canvas
 
 
 def test_a_read_of_one_step_takes_one_pass(engine):
-    """Prompt and step together; behind a long prompt's chunks with the last of them."""
+    """A read's step shares the pass of the prompt, or of a long prompt's last chunk."""
     for length, num_chunks in ((1, 1), (16, 1), (70, 1), (8 * CANVAS, 2)):
         with counting(engine) as rows:
             (output,) = engine.generate(
@@ -86,7 +86,7 @@ def test_a_read_of_one_step_takes_one_pass(engine):
 
 
 def test_reads_of_one_text_take_one_pass(engine):
-    """The text is computed once; what each asks of it, and its canvas, stand beside it."""
+    """Reads of one text compute it once, with their questions and canvases in the same pass."""
     text = prompt_of(64, seed=61)
     prompts = [text + prompt_of(3 + i, seed=62 + i) for i in range(4)]
     wanted = {"max_tokens": 8, "extra_args": READ, "logprobs": 3}
@@ -103,7 +103,7 @@ def test_reads_of_one_text_take_one_pass(engine):
 
 
 def test_a_canvas_waits_for_a_pass_with_room(engine, oracle, order):
-    """Where the end of a prompt leaves no room for it, the prompt does not wait with it."""
+    """A canvas without room after the prompt waits alone, and the prompt does not."""
     prompt = prompt_of(5 * CANVAS - 3, seed=71)
     with counting(engine) as rows:
         (output,) = engine.generate([prompt], seeds=[8], max_tokens=CANVAS, ignore_eos=True)
@@ -113,7 +113,7 @@ def test_a_canvas_waits_for_a_pass_with_room(engine, oracle, order):
 
 
 def test_requests_without_a_seed_draw_their_own(engine):
-    """Each another, as many as there are."""
+    """Requests without a seed all draw different ones."""
     prompt = prompt_of(20, seed=81)
     params = engine.sampling_params(n=2, max_tokens=CANVAS, ignore_eos=True)
     prompts = [{"prompt_token_ids": prompt}] * 2
@@ -125,25 +125,33 @@ def test_requests_without_a_seed_draw_their_own(engine):
     assert len(set(answers)) == 4
 
 
-def test_a_batch_takes_no_more_passes_than_its_longest_request(engine, order):
-    """Requests converge at different steps, and each goes on at once."""
-    prompts = [prompt_of(8 + i, seed=i) for i in range(4)]
-    with engine.recording() as steps:
-        outputs = engine.generate(
-            prompts, seeds=[1, 2, 3, 4], max_tokens=2 * CANVAS, ignore_eos=True
+def test_a_batch_takes_the_passes_of_its_longest_request(engine):
+    """Requests of different numbers of steps take together the passes of the longest one."""
+    # The prompts and canvases of all three fit into the first pass.
+    prompts = [prompt_of(8 + i, seed=i) for i in range(3)]
+    sampling = [
+        engine.sampling_params(
+            seed=steps,
+            max_tokens=2 * CANVAS,
+            ignore_eos=True,
+            extra_args={"diffusion_max_steps": steps},
         )
-    passes = [request_metrics(output).passes for output in outputs]
-    per_request = {}
-    for step in steps:
-        per_request[step.request_id] = per_request.get(step.request_id, 0) + 1
-    # Passes with canvas rows; one prefill and separate encodes come on top.
-    assert len(per_request) == 4
-    assert max(passes) <= max(per_request.values()) + 2
+        for steps in (3, 5, 8)
+    ]
+
+    def num_passes(*requests):
+        with counting(engine) as rows:
+            engine.outputs([prompts[i] for i in requests], [sampling[i] for i in requests])
+        return len(rows)
+
+    alone = [num_passes(i) for i in range(3)]
+    assert alone == sorted(set(alone))
+    assert num_passes(0, 1, 2) == alone[-1]
 
 
 @asynchronous_often
 def test_tokens_under_preemption(engine, oracle):
-    """The cache holds not all of them: whoever is preempted goes on as if nothing had been."""
+    """Preempted requests give the tokens that they would have given otherwise."""
     prompts = [prompt_of(20 + 5 * i, seed=7) for i in range(4)]
     engine.preempted.clear()
     outputs = engine.generate(
@@ -166,7 +174,7 @@ def test_tokens_under_preemption(engine, oracle):
 
 
 def test_the_next_turn_reads_the_encoded_canvases_from_the_cache(engine, oracle):
-    """What was generated is a prefix of the next prompt; only what was encoded may be reused."""
+    """The next turn reuses the encoded canvases and gives the oracle's tokens."""
     prompt = prompt_of(40, seed=9)
     (first,) = engine.generate([prompt], seeds=[3], max_tokens=3 * CANVAS, ignore_eos=True)
     follow_up = [*prompt, *first.token_ids, *prompt_of(10, seed=4)]
@@ -180,7 +188,7 @@ def test_the_next_turn_reads_the_encoded_canvases_from_the_cache(engine, oracle)
 
 
 def test_up_to_the_model_length(engine, oracle, order):
-    """The last canvas is as wide as there is room."""
+    """The last canvas is as wide as the model's length allows."""
     prompt = prompt_of(512 - 2 * CANVAS - 11, seed=2)
     (output,) = engine.generate([prompt], seeds=[6], max_tokens=400, ignore_eos=True)
     assert len(output.token_ids) == 2 * CANVAS + 11
@@ -190,7 +198,7 @@ def test_up_to_the_model_length(engine, oracle, order):
 
 @pytest.mark.slow
 def test_dummy_batches_change_nothing(engine, monkeypatch):
-    """An engine of several that share experts runs them while others have work, between any passes."""
+    """Dummy batches of an engine that shares experts change no token between any passes."""
     prompts = [prompt_of(8 + i, seed=i) for i in range(3)]
 
     def answers():
@@ -218,7 +226,7 @@ PRIORITIES = {"patient": 5, "more patient": 6, "urgent": 0}
 
 
 def test_urgent_first() -> None:
-    """One at a time: those that wait go by priority, and by arrival where that is the same."""
+    """Waiting requests run by priority, and by arrival if that is equal."""
     with TracedEngine(SHIPPED, scheduling_policy="priority", max_num_seqs=1) as engine:
         prompts = {name: prompt_of(40, seed=i) for i, name in enumerate(PRIORITIES)}
         params = engine.sampling_params(seed=1, max_tokens=40, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""The campaign's scripts, each to its end at small size on a CPU."""
+"""Runs the campaign's scripts to their end, at a small size on a CPU."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def rows_of(tmp_path, scripts):
 @pytest.mark.slow
 @pytest.mark.engine
 def test_scripts_of_kernels(tmp_path):
-    """Each writes rows, those of checks all right."""
+    """Each script of kernels writes rows, and all rows of checks are right."""
     for rows in rows_of(tmp_path, KERNELS):
         assert rows
         assert {row.get("state", "right") for row in rows} == {"right"}
@@ -76,12 +76,13 @@ def test_scripts_of_kernels(tmp_path):
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("script", SERVED)
 def test_scripts_that_serve(tmp_path, script):
-    """Each answers at some speed, and where it asks for a JSON schema, the answer follows it."""
+    """A script that serves writes a row for each of its sides, and schemas are followed."""
     (rows,) = rows_of(tmp_path, [script])
     assert rows
-    assert all(row.get("tokens_a_second", 1) > 0 for row in rows)
-    asked = [row["broken"] for row in rows if row["table"] == "grammars"]
-    assert asked == [0] * ("answers.py" in script)
+    sides = script.partition("--sides ")[2].partition(" --")[0].split()
+    assert sorted(row["side"] for row in rows if row["table"] == "serving") == sorted(sides)
+    broken = [row["broken"] for row in rows if row["table"] == "grammars"]
+    assert broken == [0] * ("answers.py" in script)
 
 
 @pytest.mark.slow
@@ -89,7 +90,7 @@ def test_scripts_that_serve(tmp_path, script):
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(("awake", "most"), [("--awake 42", 42), ("", 64)])
 def test_an_engine_wakes_no_more_experts_than_asked(awake, most, tmp_path):
-    """The canvases of a served model with 64 experts a layer choose 42 of them where that is asked, and else more."""
+    """With ``--awake 42`` the canvases choose about 42 of 64 experts per layer, without it more."""
     folder = tmp_path / "model"
     prepare(shipped_checkpoint(), folder, steps=4)
     config = json.loads((folder / "config.json").read_text())

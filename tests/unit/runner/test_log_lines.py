@@ -1,15 +1,13 @@
-"""What a start says of a model, in lines that hold for it."""
+"""Tests of the log lines with which a start describes a model."""
 
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from vllm_diffusion.runner.model_state import BlockDiffusionModelState
 from vllm_diffusion.weights.downcasts import counted_downcasts
 
 pytestmark = pytest.mark.engine
@@ -24,7 +22,7 @@ def load(dtype):
 
 
 def test_downcasts_are_one_line(vllm_log):
-    """Four tensors of float32 into bfloat16: vLLM's four warnings are one line with their number."""
+    """vLLM's four warnings of tensors cast to bfloat16 become one line with their number."""
     with counted_downcasts():
         assert len(load(torch.float32)) == 4
     assert [record.getMessage() for record in vllm_log.records] == [
@@ -36,17 +34,8 @@ def test_downcasts_are_one_line(vllm_log):
 
 
 def test_what_fits_is_not_mentioned(vllm_log):
+    """Tensors that need no cast are not logged, and other warnings are kept."""
     with counted_downcasts():
         load(torch.bfloat16)
         logging.getLogger("vllm.model_executor.models.utils").warning("Something else")
     assert [record.getMessage() for record in vllm_log.records] == ["Something else"]
-
-
-@pytest.mark.parametrize(
-    ("conditioned", "words"),
-    [(True, "embedding with self-conditioning and sampling"), (False, "sampling")],
-)
-def test_captured_parts(conditioned, words):
-    """Self-conditioning is of the families that have it."""
-    state = SimpleNamespace(soft_embeds=torch.zeros(1) if conditioned else None)
-    assert BlockDiffusionModelState._captured_parts(state) == words

@@ -1,4 +1,4 @@
-"""Refusals end a command of vLLM with one line, those of its engine's processes too."""
+"""A refusal ends a command of vLLM with one line, also if an engine's process refused."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import io
 import logging
 import multiprocessing
 import sys
+import threading
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, NoReturn
 from unittest import mock
 
 import pytest
@@ -22,7 +24,7 @@ from vllm_diffusion.startup import engine_process
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """This process as a command of vLLM, whose exceptions are printed as a trace."""
+    """Turn this process into a command of vLLM, whose exceptions are printed as a trace."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.setattr(sys, "excepthook", lambda *_: print("a trace", file=sys.stderr))
     importlib.import_module(engine_process._COMMAND)
@@ -34,7 +36,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def last_line(capsys: pytest.CaptureFixture[str]) -> str:
-    """What a command prints whose engine did not start."""
+    """Return what a command prints if its engine did not start."""
     error = RuntimeError("Engine core initialization failed. See root cause above.")
     sys.excepthook(RuntimeError, error, None)
     return capsys.readouterr().err
@@ -42,7 +44,7 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.mark.usefixtures("command")
 def test_a_refusal_of_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is printed once, and not by a later process of the same number."""
+    """An engine's refusal is printed once, and not by a later process with the same number."""
     assert last_line(capsys) == "a trace\n"
     path = engine_process.refusal_path()
     engine_process.leave(path, "No kernel is right.")
@@ -64,7 +66,7 @@ def test_a_refusal_of_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_refusal_of_a_worker(
     raising: str, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever this package refuses while a worker starts is the command's last line, without a trace."""
+    """A worker's refusal at start is the command's last line, without a trace."""
     monkeypatch.setattr(traceback, "print_exc", traceback.print_exc)
     monkeypatch.setattr(multiprocessing, "parent_process", object)
     path = engine_process.refusal_path()
@@ -78,31 +80,66 @@ def test_a_refusal_of_a_worker(
     assert ("Traceback" in capsys.readouterr().err) is (line == "a trace\n")
 
 
-@pytest.mark.parametrize("engine_dead", [False, True])
-def test_a_server_that_ends_its_engine(engine_dead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It logs no dead engine, unless the engine died by itself."""
+class Core:
+    """An engine's client whose reader of outputs gets an error once the sockets are closed."""
+
+    def __init__(self, error: Exception, engine_dead: bool) -> None:
+        self.resources = SimpleNamespace(engine_dead=engine_dead)
+        self.is_read = threading.Event()
+        self._error = error
+        self._is_closed = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    async def get_output_async(self) -> NoReturn:
+        await self._is_closed.wait()
+        raise self._error
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self._loop.call_soon_threadsafe(self._is_closed.set)
+        assert self.is_read.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("error", "engine_dead", "is_logged"),
+    [
+        ("EngineDeadError", False, False),
+        ("EngineDeadError", True, True),
+        ("RuntimeError", False, True),
+    ],
+)
+def test_a_server_that_ends_its_engine(
+    error: str,
+    engine_dead: bool,
+    is_logged: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    vllm_log: pytest.LogCaptureFixture,
+) -> None:
+    """A server that ends its engine logs a dead engine only if the engine died by itself.
+
+    vLLM's own ``shutdown`` and its own reader of outputs run here, with the reader in a loop that is
+    faster than the thread that stops it.
+    """
     from vllm.v1.engine import async_llm
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    logger, stream = logging.getLogger(async_llm.__name__), io.StringIO()
-    monkeypatch.setattr(logger, "filters", [])
-    monkeypatch.setattr(async_llm.AsyncLLM, "shutdown", lambda self: None)
+    AsyncLLM = async_llm.AsyncLLM
+    monkeypatch.setattr(logging.getLogger(async_llm.__name__), "filters", [])
+    monkeypatch.setattr(async_llm, "shutdown_prometheus", lambda: None)
+    monkeypatch.setattr(AsyncLLM, "shutdown", AsyncLLM.shutdown)
     engine_process.end_quietly()
-    engine = mock.Mock()
-    engine.engine_core.resources.engine_dead = engine_dead
-    async_llm.AsyncLLM.shutdown(engine)
-    handler = logging.StreamHandler(stream)
-    logger.addHandler(handler)
-    try:
-        for error in (EngineDeadError(), RuntimeError("something else")):
-            try:
-                raise error
-            except Exception:
-                logger.exception("AsyncLLM output_handler failed.")
-    finally:
-        logger.removeHandler(handler)
-    assert ("EngineDeadError" in stream.getvalue()) is engine_dead
-    assert "RuntimeError: something else" in stream.getvalue()
+
+    async def end() -> None:
+        core = Core(
+            EngineDeadError() if error == "EngineDeadError" else RuntimeError(), engine_dead
+        )
+        engine: Any = mock.Mock(output_handler=None, engine_core=core)
+        AsyncLLM._run_output_handler(engine)
+        engine.output_handler.add_done_callback(lambda _: core.is_read.set())
+        await asyncio.to_thread(AsyncLLM.shutdown, engine)
+
+    asyncio.run(end())
+    logged = [record.exc_info[0].__name__ for record in vllm_log.records if record.exc_info]
+    assert logged == [error] * is_logged
 
 
 def _end_threads(engine: mock.Mock) -> None:
@@ -112,7 +149,7 @@ def _end_threads(engine: mock.Mock) -> None:
 
 
 def test_a_request_while_the_server_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt that vLLM can no longer prepare is answered with 503, which a client may send again."""
+    """A prompt that a stopping server can no longer prepare gets a 503, which allows a retry."""
     from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
     from vllm.exceptions import RetryableRequestError
     from vllm.renderers.base import _SwappableExecutor
@@ -138,7 +175,7 @@ def test_a_request_while_the_server_is_stopped(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_script_keeps_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody would print what is left, so nothing is."""
+    """In a script, which would not print it, no refusal is written to a file."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.setattr(engine_process, "_is_installed", False)
     assert engine_process.refusal_path() is None
@@ -150,7 +187,7 @@ def test_a_script_keeps_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_no_garbage_is_looked_for_at_the_end(
     name: str, is_frozen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of an engine's process, which takes seconds; an engine in the user's process frees its memory."""
+    """An engine's process ends without a garbage collection; the user's process has one."""
     from vllm.v1.engine import core
 
     # vLLM's unfreezes all objects.
@@ -167,7 +204,7 @@ def test_no_garbage_is_looked_for_at_the_end(
 
 
 def test_refusal_of_a_worker_has_no_trace() -> None:
-    """vLLM logs it with its trace, which says nothing; other exceptions keep theirs."""
+    """A worker's refusal is logged without a trace, and other exceptions keep theirs."""
     logger, stream = logging.getLogger("vllm"), io.StringIO()
     handler = logging.StreamHandler(stream)
     logger.addHandler(handler)
