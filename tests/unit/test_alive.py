@@ -1,4 +1,4 @@
-"""The probe of ``examples/kubernetes``, on a stand-in for a server."""
+"""Tests of the probe of ``examples/kubernetes`` with a stand-in for a server."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def stand_in(*, answers: int | None, passes: Iterator[int]) -> Iterator[str]:
 
 
 def probe(url: str, key: str = "the key") -> tuple[int, str]:
-    """Return the exit status of the probe, and what it prints."""
+    """Return the exit status of the probe and its output."""
     # A proxy that nobody is: it must not be asked.
     variables = {"VLLM_API_KEY": key, "http_proxy": "http://127.0.0.1:9"}
     command = [sys.executable, str(ALIVE), "--url", url, "--seconds", "3"]
@@ -77,13 +77,13 @@ def probe(url: str, key: str = "the key") -> tuple[int, str]:
     ids=["idle", "busy", "full queue", "stands still", "broken"],
 )
 def test_probe(answers: int | None, passes: Iterator[int], status: int) -> None:
-    """An engine is alive if it answers or computes, and a probe of one that does neither fails in time."""
+    """The probe succeeds if the engine answers or computes, and else fails in time."""
     with stand_in(answers=answers, passes=passes) as url:
         assert probe(url)[0] == status
 
 
 def test_probe_says_why() -> None:
-    """What it prints names a wrong key, and a server that is not there."""
+    """The probe's output names a wrong key, and a server that is not there."""
     with stand_in(answers=200, passes=itertools.repeat(5)) as url:
         status, text = probe(url, key="another")
         assert (status, "401" in text) == (1, True)

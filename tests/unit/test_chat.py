@@ -1,4 +1,7 @@
-"""``vllm-diffusion chat`` without a terminal; under one, and on a real server, in ``end_to_end``."""
+"""Tests of ``vllm-diffusion chat`` without a terminal.
+
+``end_to_end`` runs it in a terminal and with a real server.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from vllm_diffusion.cli.answer import Answer, LiveDisplay, PlainDisplay
 from vllm_diffusion.cli.client import openai_client
 from vllm_diffusion.cli.main import main
 
-# What vLLM sends behind the head of a stream that fails.
+# What vLLM sends after the head of a stream that fails.
 SENT_ERRORS = {"refuses in the stream": 400, "fails in the stream": 500}
 WAYS = ("entropy_bound", "linear_spec", "autoregressive")
 ANSWER = "lamp\x1b[2J and more words"
@@ -32,7 +35,7 @@ USAGE = {"completion_tokens": 40, "prompt_tokens": 1, "total_tokens": 41}
 
 @dataclass
 class Served:
-    """Answers of a server with one preset, and the bodies that it was sent."""
+    """Answers of a server with one preset, and the requests that it got."""
 
     behaviour: str = "good"
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -75,7 +78,7 @@ def served() -> Served:
 
 @pytest.fixture
 def talk(served: Served, monkeypatch: pytest.MonkeyPatch) -> Talk:
-    """Runs the command with lines that were typed; what it wrote to its output and as errors."""
+    """Return a function that runs the command on typed lines and returns output and errors."""
     client = httpx.Client(transport=httpx.MockTransport(served.answer))
     made = openai.OpenAI(base_url="http://a/v1", api_key="k", max_retries=0, http_client=client)
     monkeypatch.setattr(chat, "openai_client", lambda *_: made)
@@ -92,7 +95,7 @@ def talk(served: Served, monkeypatch: pytest.MonkeyPatch) -> Talk:
 
 
 def test_plain(served: Served, talk: Talk) -> None:
-    """The answer alone on standard output, harmless, and no frames; what was said goes along."""
+    """Standard output has the escaped answer alone, without frames, and turns add up."""
     out, err = talk("Reverse the word pmal.\nAnd again.\n")
     assert out == f"{SHOWN}\n{SHOWN}\n"
     assert "Talking to tiny" in err
@@ -103,7 +106,7 @@ def test_plain(served: Served, talk: Talk) -> None:
 
 
 def test_help_of_a_server_without_choices(served: Served, talk: Talk) -> None:
-    """The help says that a server has neither presets nor ways, where its model has none."""
+    """The help of a model without presets and ways states that it has none."""
     served.behaviour = "has no choices"
     _, err = talk("/help\n")
     assert "quality or speed: not on this server\n" in err
@@ -111,13 +114,13 @@ def test_help_of_a_server_without_choices(served: Served, talk: Talk) -> None:
 
 
 def test_settings(served: Served, talk: Talk) -> None:
-    """What commands set is in the next request, until they take it back."""
+    """What a command sets is in the following requests until it is reset."""
     _, err = talk(
         "/system Be brief.\n/way linear_spec\n/preset fast\n/steps 7\n/temperature 0.5\n/seed 3\n"
         '/schema {"type": "object"}\n/image data:image/png;base64,AA==\nfirst\n'
         "/system off\n/way off\n/steps off\n/preset\n/reset\nsecond\n/help\n/quit\nnot read\n"
     )
-    # Each setting is asked of the server when it is typed, in a request for one token.
+    # Each setting is tried at the server when it is typed, in a request for one token.
     tried = [request for request in served.requests if not request.get("stream")]
     assert [request["max_tokens"] for request in tried] == [1] * 9
     first, second = (request for request in served.requests if request.get("stream"))
@@ -148,7 +151,7 @@ def test_settings(served: Served, talk: Talk) -> None:
     ],
 )
 def test_completions(line: str, names: list[str], served: Served) -> None:
-    """Commands are completed at the beginning of a line, and ways and presets are those of the server."""
+    """Commands are completed at the start of a line, with the server's ways and presets."""
     client = httpx.Client(transport=httpx.MockTransport(served.answer))
     made = openai.OpenAI(base_url="http://a/v1", api_key="k", max_retries=0, http_client=client)
     found = chat.Conversation(made, "tiny", 8, plain=True).completions(line)
@@ -156,7 +159,7 @@ def test_completions(line: str, names: list[str], served: Served) -> None:
 
 
 def test_canvas_of_a_way(served: Served, talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Frames are requested in a terminal, except from the way that denoises nothing."""
+    """Frames are requested in a terminal, except from a way that does not denoise."""
     drawn: list[bool] = []
     monkeypatch.setattr(
         chat, "display_for", lambda out, plain: drawn.append(not plain) or PlainDisplay(out)
@@ -184,7 +187,7 @@ def test_canvas_of_a_way(served: Served, talk: Talk, monkeypatch: pytest.MonkeyP
     ids=lambda text: text[:20],
 )
 def test_refused(typed: str, said: str, served: Served, talk: Talk) -> None:
-    """One line, and the conversation goes on."""
+    """An invalid command prints one line, and the conversation goes on."""
     out, err = talk(f"{typed}\nfirst\n")
     assert [said in line for line in err.splitlines()].count(True) == 1
     assert "vllm_xargs" not in served.requests[-1]
@@ -201,7 +204,7 @@ def test_refused(typed: str, said: str, served: Served, talk: Talk) -> None:
     ],
 )
 def test_failed_answers(behaviour: str, said: str, served: Served, talk: Talk) -> None:
-    """One sentence, and the conversation goes on without what failed."""
+    """A failed answer prints one sentence, and the conversation goes on without it."""
     served.behaviour = behaviour
     _, err = talk("first\nsecond\n")
     assert err.count(said) == 2
@@ -209,7 +212,7 @@ def test_failed_answers(behaviour: str, said: str, served: Served, talk: Talk) -
 
 
 def test_canvas_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a model writes moves no cursor, decided or not."""
+    """Control characters of the model move no cursor, decided or not."""
     # Drawn as in a terminal.
     monkeypatch.setenv("FORCE_COLOR", "1")
     out = io.StringIO()
@@ -223,7 +226,7 @@ def test_canvas_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_server(served: Served, talk: Talk, capsys: pytest.CaptureFixture[str]) -> None:
-    """A server that refuses the key, and none at all, end the command with one line."""
+    """A wrong key or a missing server ends the command with one line."""
     served.behaviour = "has another key"
     assert "does not take this key" in talk("", status=1)[1]
     with mock.patch.object(chat, "openai_client", openai_client):

@@ -1,4 +1,4 @@
-"""``checkpoint`` and ``demo``, with a few lines of HTTP server where vLLM would be; a real one in ``end_to_end``."""
+"""Tests of ``checkpoint`` and ``demo`` with a fake vLLM server; ``end_to_end`` has a real one."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from vllm_diffusion.cli.main import main
 
 @pytest.fixture(autouse=True)
 def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers log, and note what they are asked, in a folder of the test."""
+    """Let servers log, and note the requests that they get, in a folder of the test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(server.tempfile, "tempdir", str(tmp_path))
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there and not merely waiting to be collected."""
+    """Return whether a process is running and not merely waiting to be collected."""
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False
 
 
 def assert_gone(log: str) -> None:
-    """The fake server and its child have ended."""
+    """Check that the fake server and its child have ended."""
     words = log.split()
     pids = [int(words[words.index(name) + 1]) for name in ("pid", "child")]
     deadline = time.monotonic() + 5
@@ -55,7 +55,7 @@ def assert_gone(log: str) -> None:
 def test_checkpoint(
     arguments: tuple[str, ...], name: str, tmp_path: Path, monkeypatch, capsys
 ) -> None:
-    """The path alone on standard output; or the missing file, in one line."""
+    """Standard output has the path alone, or else one line names the missing file."""
     assert main(["checkpoint", *arguments]) == 0
     assert Path(capsys.readouterr().out.removesuffix("\n")).name == name
     for folders in (FOLDERS, DRAFT_FOLDERS):
@@ -89,7 +89,7 @@ def test_demo(
     monkeypatch,
     capsys,
 ) -> None:
-    """The answer, harmless to a terminal, and its figures; or one line, and the log of a server that failed."""
+    """The demo prints an escaped answer and its figures, or one line and a failed server's log."""
     (tmp_path / "config.json").write_text('{"block_size": 8}', encoding="utf-8")
     # The test's process keeps its own signal handlers.
     monkeypatch.setattr(checkpoint, "ENDING_SIGNALS", ())
@@ -114,7 +114,7 @@ def test_demo(
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 def test_demo_interrupted(kind: signal.Signals, tmp_path: Path) -> None:
-    """Ctrl-C and an end from outside stop the server and its child, without a stack trace."""
+    """Ctrl-C or a signal stops the server and its child without a stack trace."""
     code = (
         "import sys, tempfile; from vllm_diffusion.cli import main, checkpoint; "
         f"tempfile.tempdir = {str(tmp_path)!r}; "
@@ -136,7 +136,7 @@ def test_demo_interrupted(kind: signal.Signals, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_impatient", [False, True])
 def test_server_stubborn(is_impatient: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that ignores SIGINT and SIGTERM is killed, with its child; at once by a second Ctrl-C."""
+    """A server that ignores signals is killed with its child, at once by a second Ctrl-C."""
     patience = 30.0 if is_impatient else 0.5
     kinds = (signal.SIGINT, patience), (signal.SIGTERM, patience)
     monkeypatch.setattr(server, "_STOP_SECONDS", kinds)

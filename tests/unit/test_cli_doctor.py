@@ -1,4 +1,4 @@
-"""``vllm-diffusion doctor``, and what it says of the kernels on a GPU."""
+"""Tests of ``vllm-diffusion doctor``, and of its report of the kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PLUGINS = "vllm_diffusion,vllm_diffusion_cpu"
     ],
 )
 def test_environment(name: str, value: str, mark: str, monkeypatch) -> None:
-    """Every variable that decides who serves is marked; nothing set is nothing wrong."""
+    """Each variable that decides who serves is marked, and unset ones are right."""
     monkeypatch.setattr(machine, "is_vllm_cpu_build", lambda: False)
     facts = {fact.name: fact for fact in doctor.environment_facts({name: value})}
     assert facts.pop(name).mark == mark
@@ -44,7 +44,7 @@ def test_environment(name: str, value: str, mark: str, monkeypatch) -> None:
 
 @pytest.mark.parametrize(("force_cpu", "mark"), [("", PROBLEM), ("1", WARNING)])
 def test_old_driver(force_cpu: str, mark: str, monkeypatch) -> None:
-    """A GPU that cannot start is a problem unless the CPU was asked for."""
+    """A GPU that cannot start is a problem unless the user chose the CPU."""
     driver = machine.NvidiaDriver(1, "535.10", (12, 2), None)
     monkeypatch.setattr(machine, "nvidia_driver", lambda: driver)
     monkeypatch.setattr(machine, "nvidia_problem", lambda: "the driver is too old")
@@ -54,7 +54,7 @@ def test_old_driver(force_cpu: str, mark: str, monkeypatch) -> None:
 
 
 def test_report(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A remedy stands under its fact; status 1 where something has to be mended, a check that breaks too."""
+    """A remedy is printed below its fact, and a problem or a broken check gives status 1."""
 
     def breaks() -> Iterator[Fact]:
         yield Fact("a", "1", "mend it", WARNING)
@@ -72,7 +72,7 @@ def test_report(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.engine
 def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """On a machine that can serve: what would; a model class that is not ours is a problem."""
+    """A machine that can serve is reported with its classes; another model class is a problem."""
     monkeypatch.setenv("VLLM_DIFFUSION_CPU", "1")
     for name in ("VLLM_PLUGINS", "VLLM_DIFFUSION_DISABLE", "VLLM_TARGET_DEVICE"):
         monkeypatch.delenv(name, raising=False)
@@ -97,7 +97,7 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 
 @pytest.fixture
 def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """A GPU whose kernels are right, except those that a test names, and whose server answers as recorded."""
+    """Simulate a GPU whose kernels and server are right, except those that a test names."""
     driver = machine.NvidiaDriver(1, "580.1", (13, 0), None)
     monkeypatch.setattr(machine, "nvidia_driver", lambda: driver)
     monkeypatch.setattr(machine, "nvidia_problem", lambda: None)
@@ -120,7 +120,7 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def test_gpu(gpu, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A row for each kernel; the report holds the GPU, versions and outcomes, and no names of this machine."""
+    """The report has a row for each kernel, the GPU and versions, and no name of the machine."""
     assert main(["doctor", "--gpu"]) == 0
     assert "16 heads on 2 of 512, full, triton" in capsys.readouterr().out
     gpu |= {"statistics, triton": "error 1.2 exceeds 0.01", "of 512, full, triton": "off"}
@@ -139,7 +139,7 @@ def test_gpu(gpu, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str
 
 
 def test_a_kernel_that_does_not_serve(gpu, capsys: pytest.CaptureFixture[str]) -> None:
-    """A wrong kernel that no server runs is in the table, and is no problem."""
+    """A wrong kernel that no server runs is in the table, and is not a problem."""
     gpu["statistics, reference"] = "off"
     assert main(["doctor", "--gpu"]) == 0
     assert "statistics, reference: off" in capsys.readouterr().out
@@ -154,7 +154,7 @@ def test_a_kernel_that_could_not_be_checked(gpu, capsys: pytest.CaptureFixture[s
 
 
 def test_a_gpu_that_is_wrong(gpu, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where PyTorch itself is wrong, no other kernel is checked and no server is asked."""
+    """If PyTorch itself is wrong, no other kernel is checked and no server gets a question."""
     gpu["device"] = "off"
     monkeypatch.setattr(gpu_report, "problems_of_answers", lambda: pytest.fail("asked"))
     assert main(["doctor", "--gpu"]) == 1
@@ -164,7 +164,7 @@ def test_a_gpu_that_is_wrong(gpu, monkeypatch, capsys: pytest.CaptureFixture[str
 
 
 def test_record(gpu, monkeypatch: pytest.MonkeyPatch, vllm_log: pytest.LogCaptureFixture) -> None:
-    """A start names the command until it has found everything right, and again once it has found a fault."""
+    """A start names the command unless its last run found everything right."""
 
     def lines() -> list[str]:
         # The command before it leaves warnings off.
@@ -187,7 +187,7 @@ def test_record(gpu, monkeypatch: pytest.MonkeyPatch, vllm_log: pytest.LogCaptur
 
 
 def test_recorded_answers() -> None:
-    """Sixty held-out questions are recorded, ten of each task; one of five is asked alone, the others together."""
+    """Of 60 recorded questions, ten per task, every fifth is sent alone and the others together."""
     questions = recorded()
     assert len(questions) == 60
     batches: list[int] = []
@@ -216,7 +216,7 @@ def test_recorded_answers() -> None:
     ],
 )
 def test_the_option_that_avoids_a_fault(avoids: str, last: str) -> None:
-    """The first option with which the answers are right is named, after what is wrong without it."""
+    """The report names the fault, and after it the first option that gives right answers."""
 
     def serve(options: Any) -> Answered:
         is_right = any(avoids in each for each in options)
@@ -232,7 +232,7 @@ def test_the_option_that_avoids_a_fault(avoids: str, last: str) -> None:
 def test_cache_of_a_user_without_a_home(
     variables: dict[str, str], is_problem: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM would make a folder named ~ where it was started; the remedy names the variable to set."""
+    """For a user without a home, the remedy names the variable of the cache folder."""
     monkeypatch.chdir(tmp_path)
     for name in ("HOME", "XDG_CACHE_HOME", "VLLM_CACHE_ROOT"):
         monkeypatch.delenv(name, raising=False)

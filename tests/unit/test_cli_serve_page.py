@@ -1,4 +1,4 @@
-"""``vllm-diffusion serve-page`` with a few lines of HTTP server where vLLM would be."""
+"""Tests of ``vllm-diffusion serve-page`` with a fake server instead of vLLM."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ LOCAL = ("--host", "127.0.0.1")
     ],
 )
 def test_plan(arguments: list[str], options: list[str], page: str) -> None:
-    """Options reach vLLM as they are; the shipped checkpoint and this machine where none are named."""
+    """Options reach vLLM unchanged, by default with the shipped checkpoint and this machine."""
     plan = serve_page.plan_of(arguments)
     assert list(plan.options) == options
     assert plan.page == f"{page}/diffusion/"
@@ -60,7 +60,7 @@ def test_plan(arguments: list[str], options: list[str], page: str) -> None:
 
 
 def test_plugins() -> None:
-    """What the user allows is kept, and what the page needs is allowed."""
+    """The plugins that the user allows stay allowed, and those that the page needs are added."""
     plugins = serve_page.allowed_plugins({"VLLM_PLUGINS": "another,vllm_diffusion"})
     assert plugins == [
         "another",
@@ -82,7 +82,7 @@ def test_plugins() -> None:
     ],
 )
 def test_browser_problem(user, variables, has_terminal, problem, monkeypatch) -> None:
-    """A browser is opened for a user before a display alone."""
+    """A browser is opened only for a user who has a terminal and a display on this machine."""
     monkeypatch.setattr(os, "geteuid", lambda: user)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: has_terminal)
     assert serve_page.browser_problem(variables) == problem
@@ -99,7 +99,7 @@ def test_browser(monkeypatch) -> None:
 
 
 def test_not_started(monkeypatch, capsys) -> None:
-    """Nothing is: for the help, on a port that another program has, and where this package is turned off."""
+    """No server is started for the help, on a port in use, or if the package is turned off."""
     monkeypatch.setattr(server.subprocess, "Popen", lambda *_, **__: pytest.fail("a process"))
     # The test's process keeps its own signal handlers.
     monkeypatch.setattr(checkpoint, "ENDING_SIGNALS", ())
@@ -115,7 +115,7 @@ def test_not_started(monkeypatch, capsys) -> None:
 
 
 def test_server_dies(tmp_path: Path, monkeypatch, capsys) -> None:
-    """One that has served: its last lines, and no trace."""
+    """A server that dies after it served leaves its last lines and no trace."""
     port = str(free_port())
     monkeypatch.setattr(checkpoint, "ENDING_SIGNALS", ())
     monkeypatch.setattr(server.tempfile, "tempdir", str(tmp_path))
@@ -129,7 +129,7 @@ def test_server_dies(tmp_path: Path, monkeypatch, capsys) -> None:
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL])
 def test_end(kind: signal.Signals, tmp_path: Path, monkeypatch) -> None:
-    """A server has the page's plugin, and no key of ours; Ctrl-C ends it, with status 0, and so does a kill."""
+    """The server has the page's plugin and no key, and ends with status 0 by Ctrl-C or a signal."""
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     code = (
         "import sys, tempfile; from vllm_diffusion.cli import main, serve_page; "

@@ -1,4 +1,4 @@
-"""What no command can mean is answered with one line, before anything is imported or started."""
+"""Invalid values of commands are reported in one line before anything is imported or started."""
 
 from __future__ import annotations
 
@@ -87,21 +87,21 @@ BAD_PROMPTS = (
 
 @pytest.fixture
 def nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands run in a folder of the test, and no process is started."""
+    """Run commands in a folder of the test, and fail if one starts a process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process"))
 
 
 @pytest.mark.parametrize(("words", "said"), REFUSED)
 def test_refused(words: tuple[str, ...], said: str, nothing_starts, capsys) -> None:
-    """Status 2 and one line that names what is wrong; nothing is started."""
+    """An invalid value gives status 2 and one line that names it, and nothing is started."""
     Path("extraction.json").touch()
     assert said in refusal_of(capsys, *words)
 
 
 @pytest.mark.parametrize(("line", "said"), BAD_PROMPTS)
 def test_refused_prompts(line: str, said: str, nothing_starts, capsys) -> None:
-    """The line by its number, and what is wrong with it."""
+    """An invalid prompt is reported with the number of its line and the reason."""
     Path("bad.jsonl").write_text('{"prompt": "fine"}\n' + line)
     refusal = refusal_of(capsys, "bench-drafts", "a/model", "--data", "bad.jsonl")
     assert "line 2: " in refusal
@@ -109,7 +109,7 @@ def test_refused_prompts(line: str, said: str, nothing_starts, capsys) -> None:
 
 
 def test_nothing_heavy() -> None:
-    """A command answers at once, and vLLM's variables may still be set: who needs the engine imports it."""
+    """Commands that do not need the engine import neither it nor other heavy packages."""
     heavy = ("torch", "vllm", "openai", "transformers")
     for code in (
         "from vllm_diffusion.cli.main import main; main(['checkpoint'])",
@@ -121,7 +121,7 @@ def test_nothing_heavy() -> None:
 
 @pytest.mark.engine
 def test_methods_of_vllm() -> None:
-    """vLLM's methods are taken, but for the extraction and a class of one's own, which draft nothing here."""
+    """Every drafting method of vLLM is accepted, except extraction and custom classes."""
     from vllm.config.speculative import SpeculativeMethod
 
     known = {*get_args(SpeculativeMethod)} - {"extract_hidden_states", "custom_class"}

@@ -1,6 +1,6 @@
-"""The container, the Kubernetes files and those of small GPUs say what vLLM, Kubernetes and this package know.
+"""The container, Kubernetes and small-GPU files agree with vLLM, Kubernetes and this package.
 
-No cluster runs here: what only the charts and controllers of others can say is not checked.
+No cluster runs here, so what only other projects' charts and controllers know is not checked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FOLDER = ROOT / "examples/kubernetes"
 
 
 def _required(package: str) -> set[str]:
-    """Every package that comes with ``package``, itself among them."""
+    """Return ``package`` and every package that it requires."""
     found: set[str] = set()
     waiting = [package]
     while waiting:
@@ -48,7 +48,7 @@ def _required(package: str) -> set[str]:
 
 
 def test_image_has_our_dependencies() -> None:
-    """The image is vLLM's, and installs nothing beside this package."""
+    """The image is vLLM's, and installs only this package."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     ours = {canonicalize_name(Requirement(line).name) for line in project["dependencies"]}
     assert ours <= _required("vllm")
@@ -56,7 +56,7 @@ def test_image_has_our_dependencies() -> None:
 
 
 def test_image_copies_the_package() -> None:
-    """What a wheel is built from is there, on the vLLM that this package knows."""
+    """The image is of the supported vLLM and copies every source that a wheel needs."""
     (base,) = re.findall(r"^FROM (\S+)$", CONTAINERFILE, re.MULTILINE)
     assert base == f"vllm/vllm-openai:v{SUPPORTED}.0"
     sources = re.findall(r"^COPY (.+) /\S+$", CONTAINERFILE, re.MULTILINE)
@@ -72,7 +72,7 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def _production_stack() -> list[str]:
-    """The command that the chart's template makes of its values."""
+    """Return the command that the chart's template makes of its values."""
     (model,) = _read("production-stack.yaml")["servingEngineSpec"]["modelSpec"]
     names = {"maxModelLen": "--max-model-len", "maxNumSeqs": "--max-num-seqs"}
     config = model["vllmConfig"]
@@ -104,18 +104,18 @@ def _compose() -> list[str]:
 @pytest.mark.engine
 @pytest.mark.parametrize("arguments", [_production_stack, _llm_d, _kserve, _compose])
 def test_commands_are_understood(arguments: Any) -> None:
-    """vLLM's own parser takes them, and they start the server that the README starts."""
+    """vLLM's parser accepts the commands, which start the server that the README starts."""
     parsed = serve_parser().parse_args(arguments())
     assert parsed.reasoning_parser == parsed.tool_call_parser == "gemma4"
     assert (parsed.max_model_len, parsed.max_num_seqs) == (32768, 32)
     assert parsed.enable_auto_tool_choice
-    # Kubernetes ends a pod after 30 s, where its specification says nothing else.
+    # Kubernetes ends a pod after 30 s, unless its specification sets another time.
     assert 0 < parsed.shutdown_timeout <= 20
     assert parsed.model_tag in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_pods() -> None:
-    """Kubernetes' schema takes the parts that are its own."""
+    """The parts that are Kubernetes' own satisfy its schema."""
     (container,) = _read("llm-d.yaml")["decode"]["containers"]
     # The chart's own words.
     for name in ("modelCommand", "mountModelVolume"):
@@ -131,7 +131,7 @@ def test_pods() -> None:
     probes = {name: engine[name] for name in ("startupProbe", "livenessProbe")}
     stack = {"containers": [{"name": "vllm", "image": "vllm-diffusion:0.33", **probes}]}
     for spec in ({"containers": [container]}, predictor, stack):
-        # A server must be started again after any end; a pod does so unless it is told otherwise.
+        # A server must be started again after any end; a pod does so by default.
         assert spec.get("restartPolicy", "Always") == "Always"
         _check_probes(spec["containers"][0])
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": spec}
@@ -139,7 +139,7 @@ def test_pods() -> None:
 
 
 def _check_probes(container: dict[str, Any]) -> None:
-    """The probe is in the image, asks the port of the start, and ends by itself before Kubernetes ends it."""
+    """Check that a probe is in the image, uses the start's port, and ends before its limit."""
     start, alive = container["startupProbe"], container["livenessProbe"]
     python, script, url, seconds = alive["exec"]["command"]
     assert python == "python3"
@@ -152,7 +152,7 @@ def _check_probes(container: dict[str, Any]) -> None:
 
 
 def test_composed_services() -> None:
-    """Open WebUI waits for the image's own health check, and asks with the key of the server's environment."""
+    """Open WebUI waits for the image's health check, and sends the server's key."""
     services = yaml.safe_load((ROOT / "examples/compose/compose.yaml").read_text("utf-8"))[
         "services"
     ]
@@ -168,7 +168,7 @@ def test_composed_services() -> None:
 
 
 def test_image_says_which_release_it_is() -> None:
-    """The labels have the version of the package and the image that it is built on."""
+    """The labels have the version of the package and the name of the base image."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert f'image.version="{project["version"]}"' in CONTAINERFILE
     assert f'base.name="vllm/vllm-openai:v{SUPPORTED}.0"' in CONTAINERFILE
@@ -179,7 +179,7 @@ def test_image_says_which_release_it_is() -> None:
     "file", sorted((ROOT / "examples/small-gpus").glob("*.yaml")), ids=lambda file: file.stem
 )
 def test_small_gpu_files_are_understood(file):
-    """vLLM's own parser takes them, for a checkpoint and with parsers that the documentation serves."""
+    """vLLM's parser accepts the files, with a checkpoint and parsers of the documentation."""
     parsed = serve_parser().parse_args(["--config", str(file)])
     assert f"vllm serve {parsed.model} " in (ROOT / "docs/use/serving.md").read_text("utf-8")
     assert parsed.reasoning_parser == parsed.tool_call_parser == "gemma4"

@@ -1,4 +1,4 @@
-"""What the documentation says is what the code does."""
+"""The documentation agrees with the code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def text_of(name: str) -> str:
 
 
 def commands(page: str, program: str = "vllm") -> list[list[str]]:
-    """Every command of a program in the shell blocks of a page, as its arguments."""
+    """Return every command of a program in the shell blocks of a page, as its arguments."""
     found = []
     for block in re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
@@ -45,7 +45,7 @@ def commands(page: str, program: str = "vllm") -> list[list[str]]:
 
 @pytest.mark.engine
 def test_tables() -> None:
-    """Each table has a page, is current and whole, and names every refused option, replacement, family and rule."""
+    """Each table has a page, is current, and has every refused option, replacement and family."""
     texts = [page.read_text("utf-8") for page in PAGES]
     for marker in (r"^<!-- table: (\w+) -->$", r"^<!-- end of (\w+) -->$"):
         shown = [name for text in texts for name in re.findall(marker, text, re.M)]
@@ -79,14 +79,14 @@ def test_settings_are_documented() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_labelled_lines_stay_apart(page: Path) -> None:
-    """No line of a paragraph begins with a label as the line before does: rendered, both are one line."""
+    """Two lines of a paragraph never begin with labels, as they would be rendered as one."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     assert re.findall(r"^[A-Z]\w*: .*\n[A-Z]\w*: .*", text, flags=re.MULTILINE) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_are_shown_whole(page: Path) -> None:
-    """At a forge's width of 880 pixels no table and no line of code has to be scrolled to its end."""
+    """No table or code line has to be scrolled at a forge's width of 880 pixels."""
     blocks = re.split(
         r"^```\w*\n(.*?)^```", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE
     )
@@ -97,7 +97,7 @@ def test_pages_are_shown_whole(page: Path) -> None:
 
 
 def narrowest(table: str) -> int:
-    """Return the characters in which a table still fits: each column has its longest word, and 3 of margins."""
+    """Return the least width of a table: the longest word of each column, and 3 for margins."""
     text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", table).replace("`", "")
     head, _, *rows = (re.split(r"(?<!\\)\|", line)[1:-1] for line in text.splitlines())
     # A browser breaks a line at a space and after a hyphen.
@@ -109,14 +109,14 @@ def narrowest(table: str) -> int:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_named_files(page: Path) -> None:
-    """Every file that a page names is there; links are Sphinx's to follow."""
+    """Every file that a page names exists; Sphinx checks the links."""
     text = page.read_text(encoding="utf-8")
     named = re.findall(r"`((?:tests|examples|docs|vllm_diffusion|benchmarks)/[\w/.]+)`", text)
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 def documented_commands() -> list[list[str]]:
-    """Those for vLLM's parser: of all pages, of examples, and of ``vllm-diffusion drafts``."""
+    """Return the commands for vLLM's parser of pages, examples and ``vllm-diffusion drafts``."""
     found = [command for page in PAGES for command in commands(page.read_text("utf-8"))]
     for script in sorted(ROOT.glob("examples/**/*.py")):
         lines = re.findall(r"^    (vllm serve .*)", script.read_text("utf-8"), re.MULTILINE)
@@ -126,7 +126,7 @@ def documented_commands() -> list[list[str]]:
 
 @pytest.mark.engine
 def test_commands_are_understood() -> None:
-    """vLLM's own parser takes every command of the documentation, and of ``vllm-diffusion drafts``."""
+    """vLLM's parser accepts every command of pages, examples and ``vllm-diffusion drafts``."""
     from vllm.benchmarks.serve import add_cli_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -148,14 +148,14 @@ def test_commands_are_understood() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_own_commands_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every ``vllm-diffusion`` command of a page parses, on a machine that has what it names."""
+    """Every ``vllm-diffusion`` command of a page parses, if the files that it names exist."""
     monkeypatch.setattr(values.os.path, "isfile", lambda path: True)
     for command in commands(page.read_text(encoding="utf-8"), "vllm-diffusion"):
         build_parser().parse_args(command)
 
 
 def test_readme_leads_somewhere_from_a_package_index() -> None:
-    """The links and pictures of the README are absolute once the build has changed them."""
+    """The README's links and pictures are absolute once the build has changed them."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         build = tomllib.load(file)["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
     text = (ROOT / "README.md").read_text(encoding="utf-8")

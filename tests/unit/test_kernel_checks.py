@@ -1,4 +1,4 @@
-"""Kernels that ``doctor --gpu`` checks, and the process that checks them."""
+"""Tests of the kernels that ``doctor --gpu`` checks, and of the process that checks them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def crashes_for_noise(case: KernelCase, device: torch.device) -> Checked:
 
 
 def test_the_process_itself() -> None:
-    """Real cases are answered one after another; one that crashes is wrong, and the next has a new process."""
+    """Cases run one after another, and a crash is a fault after which a new process goes on."""
     cases = [KernelCase(kernel, "", "PyTorch") for kernel in ("device", "noise", "device")]
     found = [outcome for _, outcome in outcomes(cases, "cpu", crashes_for_noise)]
     assert [outcome.state for outcome in found] == ["right", "wrong", "right"]
@@ -49,7 +49,7 @@ def test_the_process_itself() -> None:
     ],
 )
 def test_outcomes(error: Exception, state: str, is_last: bool) -> None:
-    """A process whose context may be broken runs no more cases; memory that is gone is no kernel's fault."""
+    """After a broken context no more cases run, and missing memory is not a kernel's fault."""
 
     def check(case: KernelCase, device: torch.device) -> Checked:
         raise error
@@ -60,7 +60,7 @@ def test_outcomes(error: Exception, state: str, is_last: bool) -> None:
 
 
 def test_kernels_that_are_checked() -> None:
-    """Every implementation of each kernel is checked, with and without spans, and never beyond the longest context."""
+    """Each implementation of a kernel is checked, with and without spans, within the context."""
     served = replace(SERVED, spans=(0, 8))
     cases = list(served.cases())
     attention = f"attention of {KIND.name}"
@@ -85,7 +85,7 @@ def test_kernels_that_are_checked() -> None:
     ("setting", "impl"), [("auto", "triton"), ("cute", "cute"), ("reference", "reference")]
 )
 def test_kernels_that_serve(setting: str, impl: str) -> None:
-    """Only a fault of what serves is a problem, and the setting chooses the attention that serves."""
+    """Of the attention implementations only the one that the setting chooses serves."""
     served = replace(SERVED, attention=setting)
     assert {case.name for case in served.cases() if served.serves(case)} == {
         "device, PyTorch",
@@ -101,7 +101,7 @@ def test_kernels_that_serve(setting: str, impl: str) -> None:
     [(300, 300), (20000, 20000), (24576, 24576), (262144, 24576), (157184, 17920)],
 )
 def test_few_tiles(num_ids: int, few: int) -> None:
-    """The last tile is as odd as the sampler's, which decides what Triton compiles."""
+    """The small vocabulary has the same remainder in the last tile, on which Triton specializes."""
     assert few_tiles(num_ids) == few
     assert (num_ids - few) % TILE == 0
     assert TILE_ON_GPU % TILE == 0

@@ -1,4 +1,4 @@
-"""Counting passes, and what becomes of the numbers."""
+"""Tests of the counting of passes, and of the metrics that are made of the numbers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def spec_of(**settings: Any) -> CanvasSpec:
 
 
 def request(request_id: str = "a", way: str | None = None) -> Any:
-    """Stand in for the engine's request, which may choose its way."""
+    """Return a stand-in for the engine's request, which may choose its way."""
     arguments = {"diffusion_rule": way} if way else {}
     params = SamplingParams(extra_args=arguments)
     attach_arguments(params, RequestArguments(settings={"rule": way} if way else {}))
@@ -56,7 +56,7 @@ def numbers(counters: PassCounters) -> list[int]:
 
 
 def test_canvases_and_kinds() -> None:
-    """A canvas is counted when it is emitted, with its passes; each pass is of one kind."""
+    """A canvas is counted with its passes when it is emitted, and each pass has one kind."""
     counters = PassCounters(spec_of())
     for rows in (PROMPT, STEP, STEP, LAST, FUSED, LAST):
         counters.observe(request(), rows, 3)
@@ -66,7 +66,7 @@ def test_canvases_and_kinds() -> None:
 
 
 def test_steps_tokens_and_time_of_a_canvas() -> None:
-    """Of a canvas that was preempted only what it took from its new beginning on."""
+    """A preempted canvas counts steps and time from its new start only."""
     counters = PassCounters(spec_of())
     for rows in (PROMPT, STEP, STEP):
         counters.observe(request(), rows, 16)
@@ -80,7 +80,7 @@ def test_steps_tokens_and_time_of_a_canvas() -> None:
 
 
 def test_request() -> None:
-    """Numbers of a request, from its passes in order."""
+    """A request's numbers are computed from its passes in order."""
     passes = [
         number
         for rows in (PROMPT, STEP, PROMPT, STEP, LAST, FUSED, LAST)
@@ -91,7 +91,7 @@ def test_request() -> None:
 
 @pytest.mark.parametrize("verifies", [True, False])
 def test_kept_tokens_of_canvases(verifies: bool) -> None:
-    """Where canvases are drafts, what each keeps behind its certain first token is counted by position."""
+    """For drafts, the tokens kept after the certain first one are counted by position."""
     name = f"verifies {verifies}"
     config = vllm_config(served_model_name=name)
     layout = (VerifiedDraft if verifies else FreeCanvas)(8)
@@ -114,7 +114,7 @@ def test_kept_tokens_of_canvases(verifies: bool) -> None:
 
 
 def test_ways_are_counted_apart() -> None:
-    """Where requests choose their way, each number has the way as a label, and only drafts are verifications."""
+    """If requests choose a way, numbers have its label, and only drafts count verifications."""
     ways = ["entropy_bound", "linear_spec", "autoregressive"]
     config = vllm_config(served_model_name="ways", additional_config={"diffusion": {"rules": ways}})
     counters = PassCounters(config.model_config.diffusion.spec)
@@ -140,12 +140,12 @@ def test_ways_are_counted_apart() -> None:
     assert count("encode_rows_total") == [40, 21, 6]
     assert count("empty_answers_total") == [0, 0, 1]
     assert count("verifications_total") == [None, 1, None]
-    # A token that is drawn alone is no canvas that was denoised.
+    # A token that is drawn alone is not a denoised canvas.
     assert count("tokens_per_pass_count") == [1, 1, None]
 
 
 def test_drafts_of_other_models() -> None:
-    """There the list that carries our numbers counts drafts by position: nothing of ours is counted."""
+    """The drafts of an ordinary model, in the same list, add nothing to our metrics."""
     instruments()
     config = vllm_config(shipped_checkpoint("qwen3"), served_model_name="other")
     stats = SpecDecodingStats.new(15)
@@ -184,7 +184,7 @@ def keeps_nothing(method: str) -> float | None:
 
 
 def test_draft_that_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One warning after 200 verifications that kept less than 2 %, and a metric that later ones change."""
+    """A draft that keeps under 2 % of 200 verifications is warned of once and has a metric."""
     warnings: list[str] = []
     monkeypatch.setattr(metrics.logger, "warning", lambda text, *args: warnings.append(text % args))
     served = DiffusionStatLogger(drafted("dflash"))
@@ -202,7 +202,7 @@ def test_draft_that_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_drafts_that_may_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is looked up in the text keeps nothing where nothing repeats; without a draft nothing is counted."""
+    """A method that looks drafts up, or the lack of one, causes no warning and no metric."""
     monkeypatch.setattr(metrics.logger, "warning", lambda *args: pytest.fail(str(args)))
     observe(DiffusionStatLogger(drafted("ngram")), 300, 0)
     observe(DiffusionStatLogger(drafted(None)), 300, 0)

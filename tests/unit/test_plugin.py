@@ -1,4 +1,4 @@
-"""The entry points: harmless to every vLLM command, and clear where a diffusion checkpoint is."""
+"""The entry points are harmless to every vLLM command, and report problems for diffusion models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
 
 @pytest.fixture
 def tables(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """vLLM's tables as they are, put back after the test."""
+    """Keep vLLM's tables, and restore them after the test."""
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models import config as models_config
     from vllm.v1.engine.input_processor import InputProcessor
@@ -34,7 +34,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_register_twice(tables: pytest.MonkeyPatch) -> None:
-    """The second registration changes nothing."""
+    """A second registration changes nothing."""
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.v1.engine.input_processor import InputProcessor
@@ -51,7 +51,7 @@ def test_register_twice(tables: pytest.MonkeyPatch) -> None:
 
 
 def test_classes_that_vllm_brings(tables: pytest.MonkeyPatch) -> None:
-    """What vLLM had is remembered from before the first registration, for each architecture alone."""
+    """The record of architectures that vLLM serves dates from before the first registration."""
     from vllm.model_executor.models import ModelRegistry
 
     entries = {family.architecture: plugin.imported(family.engine_config) for family in FAMILIES}
@@ -81,7 +81,7 @@ def test_classes_that_vllm_brings(tables: pytest.MonkeyPatch) -> None:
 def test_register_never_raises(
     path: str, tables: pytest.MonkeyPatch, vllm_log: pytest.LogCaptureFixture
 ) -> None:
-    """A vLLM without the tables, modules and methods that we use still starts, and what happened is kept."""
+    """A vLLM that lacks what we use still starts, and the problem is kept."""
     if path in sys.modules:
         tables.setitem(sys.modules, path, None)
     else:
@@ -94,7 +94,7 @@ def test_register_never_raises(
 def test_register_failure_is_an_error_of_a_diffusion_checkpoint(
     tables: pytest.MonkeyPatch,
 ) -> None:
-    """What could not be registered is said when a diffusion checkpoint is configured."""
+    """A failed registration is reported when a diffusion checkpoint is configured."""
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     tables.delattr("vllm.v1.engine.input_processor.InputProcessor.process_inputs")
@@ -107,7 +107,7 @@ def test_register_failure_is_an_error_of_a_diffusion_checkpoint(
 def test_register_says_aloud_where_no_check_could_be_put(
     tables: pytest.MonkeyPatch, vllm_log: pytest.LogCaptureFixture
 ) -> None:
-    """Without a hook to speak from, stock would serve unnoticed: an error in the log, one line."""
+    """A registration without a place for its check logs one error, as stock would serve."""
     tables.delattr("vllm.model_executor.models.config.MODELS_CONFIG_MAP")
     plugin.register()
     (record,) = vllm_log.records
@@ -120,7 +120,7 @@ def test_register_says_aloud_where_no_check_could_be_put(
 def test_unsupported_vllm_is_an_error_of_a_diffusion_checkpoint(
     installed: str | None, tables: pytest.MonkeyPatch
 ) -> None:
-    """Registering is silent; configuring a diffusion checkpoint says what to install."""
+    """An unsupported vLLM is reported only when a diffusion checkpoint is configured."""
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     tables.setattr(upstream, "installed_version", lambda: installed)
@@ -136,14 +136,14 @@ def test_unsupported_vllm_is_an_error_of_a_diffusion_checkpoint(
 
 @pytest.mark.parametrize("installed", ["0.33.0", "0.33.2", "0.33.1.post1", "0.33.0+cpu"])
 def test_problem_supported_vllm(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every patch release of the supported version will do, if its symbols are as known."""
+    """Every patch release of the supported version is accepted if its symbols are as known."""
     monkeypatch.setattr(upstream, "installed_version", lambda: installed)
     monkeypatch.setattr(upstream, "moved_symbols", lambda symbols: [])
     assert upstream.problem() is None
 
 
 def test_problem_moved_symbol(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A symbol that moved is named, in one sentence with what to do."""
+    """A moved symbol is named in one sentence with a remedy."""
     moved = "vllm.somewhere:Thing.method"
     monkeypatch.setattr(upstream, "moved_symbols", lambda symbols: [f"{moved}\n  was: a\n  now: b"])
     message = upstream.problem()
@@ -154,6 +154,6 @@ def test_problem_moved_symbol(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_symbols_after_registration(tables: pytest.MonkeyPatch) -> None:
-    """What we put in a symbol's place does not hide what was there."""
+    """Replacements do not hide the original symbols from the comparison."""
     plugin.register()
     assert upstream.moved_symbols(upstream.read_symbols()) == []

@@ -1,4 +1,4 @@
-"""Which names are public: what the page on Python lists, and all that examples import."""
+"""Tests of the public names: the page on Python lists them, and examples import nothing else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXAMPLES = sorted(
 
 @pytest.fixture(scope="module")
 def public() -> set[str]:
-    """Full names of what the public modules export."""
+    """Return the full names that the public modules export."""
     return {
         f"{module}.{name}" for module in MODULES for name in importlib.import_module(module).__all__
     }

@@ -1,4 +1,4 @@
-"""The back end as vLLM sees it: what it accepts, what it writes to the cache, what it reads back."""
+"""The attention back end as vLLM sees it: what it accepts, writes to the cache and reads back."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -37,7 +37,7 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 4, 2, 32
 
 
 def reasons_against(**changes):
-    """What vLLM's selector would refuse the back end for, on a layer of DiffusionGemma-26B."""
+    """Return the reasons for which vLLM refuses the back end on a layer of DiffusionGemma-26B."""
     layer = {
         "head_size": 512,
         "dtype": torch.bfloat16,
@@ -62,6 +62,7 @@ def reasons_against(**changes):
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "bfloat16", "fp8", "fp8_e4m3"])
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (10, 0), (12, 0)])
 def test_vllm_accepts_it_for_every_layer_of_the_big_model(head_size, kv_cache_dtype, capability):
+    """vLLM finds no reason against the back end for any layer of the 26B model."""
     reasons = reasons_against(
         head_size=head_size,
         kv_cache_dtype=kv_cache_dtype,
@@ -81,6 +82,7 @@ def test_vllm_accepts_it_for_every_layer_of_the_big_model(head_size, kv_cache_dt
     ids=str,
 )
 def test_vllm_refuses_it_for_what_it_cannot_do(changes):
+    """vLLM names one reason for each property that the back end does not support."""
     assert len(reasons_against(**changes)) == 1
 
 
@@ -97,13 +99,14 @@ def graph_support(may_hold_images, attention="auto"):
 
 
 def test_batches_that_may_hold_images_are_captured_only_without_prompts():
+    """Batches with prompts are captured only if the model has no images."""
     assert graph_support(False) == AttentionCGSupport.ALWAYS
     assert graph_support(True) == AttentionCGSupport.UNIFORM_BATCH
 
 
 @pytest.mark.parametrize("may_hold_images", [False, True])
 def test_no_graph_holds_the_reference(may_hold_images):
-    """It reads a batch on the host, and a capture that waits for the device fails."""
+    """The reference reads the batch on the host, so a pass that uses it is never captured."""
     assert graph_support(may_hold_images, "reference") == AttentionCGSupport.NEVER
     assert graph_support(False, "triton") == AttentionCGSupport.ALWAYS
     assert graph_support(False, "cute") == AttentionCGSupport.ALWAYS
@@ -133,6 +136,7 @@ def layer_with_scales(key_scale=1.0, value_scale=1.0):
 
 
 def test_padding_is_not_written():
+    """A padded row, whose slot is -1, is not written to the cache."""
     torch.manual_seed(0)
     impl, cache = make_impl(), make_cache(torch.float32)
     new = torch.randn(3, NUM_KV_HEADS, HEAD_SIZE)
@@ -148,7 +152,7 @@ def test_padding_is_not_written():
 @pytest.mark.parametrize("attention", ["reference", "triton"])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 def test_a_layer_reads_what_it_wrote(kv_cache_dtype, attention):
-    """A prompt of 20 rows beside a canvas of 8 on 5 keys, against the kernel's fp64 reference."""
+    """A prompt of 20 rows and a canvas of 8 rows on 5 keys match the kernel's fp64 reference."""
     torch.manual_seed(0)
     impl = make_impl(kv_cache_dtype, attention)
     is_fp8 = kv_cache_dtype == "fp8"
@@ -197,6 +201,7 @@ def test_a_layer_reads_what_it_wrote(kv_cache_dtype, attention):
 
 
 def test_values_beyond_the_range_of_fp8_saturate():
+    """Keys and values beyond the range of FP8 are stored as its largest number."""
     impl, cache = make_impl("fp8"), make_cache(torch.float8_e4m3fn)
     new = torch.full((1, NUM_KV_HEADS, HEAD_SIZE), 1e4)
     impl.do_kv_cache_update(layer_with_scales(), new, -new, cache, torch.tensor([0]))
@@ -207,7 +212,7 @@ def test_values_beyond_the_range_of_fp8_saturate():
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """What chooses the back end believes that there is one."""
+    """Make the code that chooses the back end believe that there is a GPU."""
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
@@ -222,6 +227,7 @@ def choose(backend=None, attention="auto"):
 
 @pytest.mark.usefixtures("on_a_gpu")
 def test_ours_is_the_default_on_a_gpu_and_stock_s_can_be_chosen(vllm_log):
+    """A GPU runs our back end by default, and vLLM's own with a warning if it is named."""
     assert choose() == "CUSTOM"
     assert AttentionBackendEnum.CUSTOM.get_class() is CanvasAttentionBackend
     assert not vllm_log.records
@@ -234,6 +240,7 @@ def test_ours_is_the_default_on_a_gpu_and_stock_s_can_be_chosen(vllm_log):
 
 @pytest.mark.usefixtures("on_a_gpu")
 def test_what_contradicts_itself_or_cannot_serve_a_canvas_is_refused():
+    """Contradicting options and a back end that cannot serve canvases are refused."""
     with pytest.raises(ValueError, match="FLASH_ATTN runs vLLM's own kernels.*attention"):
         choose("FLASH_ATTN", attention="triton")
     with pytest.raises(ValueError, match="FLASHINFER cannot serve.*CUSTOM or TRITON_ATTN or FLASH"):
@@ -242,7 +249,7 @@ def test_what_contradicts_itself_or_cannot_serve_a_canvas_is_refused():
 
 @pytest.fixture
 def capability(request, monkeypatch):
-    """That of the GPU that there seems to be."""
+    """Return the compute capability of the simulated GPU."""
     from vllm.platforms import current_platform
 
     found = DeviceCapability(*request.param)
@@ -257,7 +264,7 @@ def capability(request, monkeypatch):
 )
 @pytest.mark.usefixtures("capability", "on_a_gpu")
 def test_a_gpu_without_fp8_in_triton(kv_cache_dtype, is_compiled):
-    """vLLM's Triton kernel ends with an assertion there, when the weights have been loaded."""
+    """An FP8 cache is refused on a GPU where vLLM's Triton kernel would fail after loading."""
     writer = reshape_and_cache_flash if is_compiled else triton_reshape_and_cache_flash
     assert make_impl(kv_cache_dtype).write_cache is writer
 
@@ -265,6 +272,7 @@ def test_a_gpu_without_fp8_in_triton(kv_cache_dtype, is_compiled):
 @pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize("capability", [(8, 0), (12, 0)], indirect=True)
 def test_flash_attention_4_is_refused_where_it_has_no_kernel(capability):
+    """FlashAttention 4 is refused on a GPU that it has no kernel for."""
     with pytest.raises(ValueError, match=r"compute capability 9.x or 10.x; set attention to"):
         choose(attention="cute")
 
@@ -276,6 +284,7 @@ def test_flash_attention_4_is_refused_where_it_has_no_kernel(capability):
 def test_layers_that_flash_attention_4_cannot_run_are_triton_s(
     capability, cache_dtype, has_images, vllm_log
 ):
+    """Layers that FlashAttention 4 cannot run use Triton, and a log line names them."""
     assert choose(attention="cute") == "CUSTOM"
     # Logged once in a process otherwise.
     with mock.patch("vllm_diffusion.attention.backend.logger.info_once") as said:
@@ -299,6 +308,7 @@ def test_layers_that_flash_attention_4_cannot_run_are_triton_s(
 @pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize("capability", [(9, 0)], indirect=True)
 def test_a_pass_with_an_image_runs_triton_where_others_run_flash_attention_4(capability):
+    """A pass with an image runs Triton, and one without runs FlashAttention 4."""
     impl = make_impl(attention="cute", head_size=256)
     cache = torch.zeros(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 512)
     query = torch.randn(4, NUM_HEADS, 256)
@@ -313,6 +323,7 @@ def test_a_pass_with_an_image_runs_triton_where_others_run_flash_attention_4(cap
 @pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize("capability", [(9, 0)], indirect=True)
 def test_a_start_compiles_flash_attention_4_and_triton_for_images(capability):
+    """A start compiles FlashAttention 4 for text and Triton for images."""
     impl = make_impl(attention="cute", head_size=256)
     layer = SimpleNamespace(kv_cache=torch.zeros(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 512))
     for with_spans, expected in (
@@ -327,7 +338,7 @@ def test_a_start_compiles_flash_attention_4_and_triton_for_images(capability):
 
 
 def one_request(row_spans=None, rows=4, causal=0):
-    """A step of one request on the first cache blocks."""
+    """Return the metadata of a step of one request on the first cache blocks."""
     return CanvasAttentionMetadata(
         Sequences(
             torch.arange(NUM_BLOCKS, dtype=torch.int32)[None],
@@ -344,7 +355,7 @@ def one_request(row_spans=None, rows=4, causal=0):
 
 
 def variant(kernel, args, kwargs):
-    """What Triton would compile a launch as: constants, types, and what it assumes of numbers."""
+    """Return what Triton specializes a launch on: constants, types and properties of numbers."""
     values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
     found = []
     for name, value in sorted(values.items()):
@@ -363,7 +374,7 @@ VARYING = ("num_seqs", "num_splits", "window_left", "window_right", "stride_tabl
 
 @pytest.mark.parametrize("has_images", [False, True])
 def test_every_variant_that_serving_launches_is_compiled_at_the_start(has_images):
-    """Text and images, few rows and many, by vLLM's own registry; none more, and none in service."""
+    """The warm-up compiles exactly the variants that serving text and images launches."""
     from attention_kernels.canvas_attention.triton import launch
 
     jit = launch.canvas_attention_kernel

@@ -1,4 +1,4 @@
-"""Benchmarks are scripts: what they import of one another lies beside them."""
+"""Puts the folders of the benchmark scripts on the path, since these import one another."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Routers of random weights that wake as few experts as trained ones."""
+"""Tests of random routers that choose as few experts as trained ones do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.engine
 
 
 def test_a_canvas_wakes_84_of_128_experts(monkeypatch):
-    """The 256 rows of a canvas choose each of the 84 experts that keep their weights, and no other."""
+    """The 256 rows of a canvas choose exactly the 84 experts that keep their weights."""
     from awake_experts import DummyModelLoader, Loader
     from vllm.config import LoadConfig
 

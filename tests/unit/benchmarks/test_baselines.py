@@ -1,4 +1,4 @@
-"""The passes of an answer are no more than they were, and what a baseline is."""
+"""Tests of the recorded numbers of passes, and of how a number is compared with its baseline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 @pytest.mark.engine
 @pytest.mark.timeout(900)
 def test_baselines_of_passes(tmp_path):
-    """Of answers of one and of several canvases, alone and in a batch, in every order of ours."""
+    """Answers of one and several canvases take no more passes than the baseline, in every order."""
     script = records.ROOT / "benchmarks/bench_passes.py"
     orders = ("fused", "asynchronous")
     command = [sys.executable, str(script), "--rounds", "1", "--data", str(tmp_path / "data")]

@@ -1,4 +1,4 @@
-"""What bench_serve.py serves, and how it reads what came back."""
+"""Tests of what bench_serve.py serves, and of how it reads the results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ORDERS = {
 
 
 def write_run(out: Path, side: str, **changes: Any) -> None:
-    """What ``vllm bench serve`` leaves of one side at one request, and its server's log."""
+    """Write what ``vllm bench serve`` leaves of one side at one request, and the server's log."""
     speed, first = SPEEDS[side]
     run = {
         "output_throughput": speed,
@@ -40,7 +40,7 @@ def write_run(out: Path, side: str, **changes: Any) -> None:
 
 
 def test_rows(tmp_path, monkeypatch, capsys):
-    """A row for each side, with the time of a pass where a client is alone; ours beside the better stock."""
+    """Each side has a row with its ratio to the better stock and a single client's pass time."""
 
     def ask(_: serving.Sweep, side: serving.Side, *rest: object) -> None:
         write_run(tmp_path, side.name)
@@ -66,7 +66,7 @@ def test_rows(tmp_path, monkeypatch, capsys):
 
 
 def test_passes():
-    """A canvas takes a pass for its encoding alone, unless our server says that it shares one."""
+    """A canvas counts a pass for its encoding alone, unless our server shares that pass."""
     found = {order: serving.passes_of(f"INFO 1\n{OURS} {order}\nINFO 2", 16) for order in ORDERS}
     assert found == ORDERS
     assert serving.passes_of("INFO Using FLASH_ATTN attention backend out of ...", 16) == 17
@@ -93,13 +93,13 @@ def test_passes():
     ],
 )
 def test_attention_of(log: str, expected: str):
-    """The back end is read from each of the lines in which vLLM and this package name it."""
+    """The back end is read from every line in which vLLM or this package names it."""
     assert bench_serve.attention_of(log) == expected
 
 
 @pytest.mark.engine
 def test_attention_of_reads_what_vllm_prints():
-    """The lines that vLLM 0.33 logs are those that are looked for."""
+    """The lines that the benchmark looks for are those that vLLM 0.33 logs."""
     import vllm
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -116,7 +116,7 @@ def test_attention_of_reads_what_vllm_prints():
 
 
 def test_failed_requests_are_refused(tmp_path):
-    """A side that dropped requests has no speed, nor has one that did not answer; the log says why."""
+    """A side with failed requests or without answers gets no speed, and the log has the reason."""
     write_run(tmp_path, "stock", failed=1)
     with pytest.raises(ValueError, match=r"FLASH_ATTN(?s:.)*stock at 1: 1 of 4 requests failed"):
         serving.Sweep(tmp_path, [(64, 1)], 64, 4).read("stock", (64, 1))

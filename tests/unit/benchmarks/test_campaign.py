@@ -1,4 +1,4 @@
-"""The campaign: bounded, never mixed, and nothing that was measured is lost."""
+"""Tests of the campaign: it is bounded, keeps runs apart and loses no measurement."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DECISIONS = ("  decided: ", "  not decided, ", "  tells: ")
 
 
 class Line(Experiment):
-    """An experiment that runs its script, a line of Python; ``data`` is the file of its rows."""
+    """An experiment that runs one line of Python and has its rows in the file ``data``."""
 
     def command(self, data: str, out: str) -> list[str]:
         prepared = f"import sys, os, time, json; data = open(sys.argv[1], 'a'); {self.script}"
@@ -61,7 +61,7 @@ def run(folder: Path, *experiments: Experiment, facts: dict = H200, options: tup
 
 
 def test_a_broken_step_does_not_keep_the_next_from_running(tmp_path):
-    """One that fails, one that is killed and one that hangs, between two that work."""
+    """Steps that fail, are killed or hang do not keep the following ones from running."""
     steps = (
         line("first", row(1)),
         line("fails", f"{row(2)}; sys.exit('no such kernel')"),
@@ -80,7 +80,7 @@ def test_a_broken_step_does_not_keep_the_next_from_running(tmp_path):
 
 
 def test_each_result_is_followed_by_what_it_decides(tmp_path, capsys, monkeypatch):
-    """A met target, a missed one and one that nothing measured each print the numbers and their own decision."""
+    """A target that is met, missed or not measured prints its numbers and its decision."""
     value = figures.cell("value", table="t")
     wanted = [figures.Figure("time over Triton's", name, (value,), most=(2,)) for name in "abc"]
     monkeypatch.setattr(report, "FIGURES", wanted)
@@ -97,7 +97,7 @@ def test_each_result_is_followed_by_what_it_decides(tmp_path, capsys, monkeypatc
 
 
 def test_the_experiments_of_flash_attention_4_fit_the_first_call():
-    """The first call of ten minutes holds the check of ``cute``, both kinds of layers and both servers, in this order."""
+    """The first ten minutes check ``cute``, then both kinds of layers, then both servers."""
     first = EXPERIMENTS[:4]
     names = ["cute", "attention-sliding", "attention-full", "serving-cute-32"]
     assert [experiment.name for experiment in first] == names
@@ -112,7 +112,7 @@ def test_the_experiments_of_flash_attention_4_fit_the_first_call():
 @pytest.mark.engine
 @pytest.mark.timeout(1500)
 def test_a_call_of_ten_minutes_is_rehearsed_on_a_cpu(tmp_path, capsys, monkeypatch):
-    """The listed experiments run with small shapes: none fails, rows are on disk at once, and each prints its decision."""
+    """All experiments run with small shapes, write rows at once and print their decisions."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     small = [
         replace(experiment, script=f"{experiment.script} {SMALL[path]}")
@@ -147,7 +147,7 @@ def test_a_call_of_ten_minutes_is_rehearsed_on_a_cpu(tmp_path, capsys, monkeypat
 
 
 def test_another_run_is_never_mixed_in(tmp_path, capsys):
-    """Refused before anything runs, and apart where somebody copied both into one folder."""
+    """A second run into the same folder is refused, and runs copied into one stay apart."""
     one, two = tmp_path / "one", tmp_path / "two"
     assert run(one, line("first", row(1))) == 0
     other = H200 | {"gpu": "NVIDIA B200"}
@@ -160,7 +160,7 @@ def test_another_run_is_never_mixed_in(tmp_path, capsys):
 
 
 def test_an_interrupted_campaign_keeps_its_rows(tmp_path):
-    """As of a machine that is taken back: what runs is stopped, and the report has what was measured."""
+    """A campaign that is terminated stops its experiment and reports what was measured."""
     pid, out = tmp_path / "pid", tmp_path / "out"
     code = (
         "import sys, pathlib\n"

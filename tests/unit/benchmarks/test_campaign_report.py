@@ -1,4 +1,4 @@
-"""What the campaign's report makes of results, and where it writes it."""
+"""Tests of the figures in the campaign's report, and of where it is written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ H200 = Origin("a" * 40, MACHINE | {"vllm": "0.33"})
 def run_of(
     started: str = "2026-12-01", facts: Facts | None = None, **rows: list[dict[str, Any]]
 ) -> Run:
-    """Results by experiment, with a dash for each underscore."""
+    """Return results by experiment, with a dash for each underscore."""
     names = {name.replace("_", "-"): some for name, some in rows.items()}
     found = {
         name: Result(name, "done", "", "python x", H200, started, 3.0, some)
@@ -40,12 +40,12 @@ ON_TRITON = Facts(stock_attention="TRITON_ATTN")
 
 
 def lines(table: str, word: str) -> list[str]:
-    """The rows that have a word."""
+    """Return the rows that contain a word."""
     return [line for line in table.splitlines() if word in line]
 
 
 def test_document():
-    """gpu-figures.md begins with what was measured, and its tables are those of the kept results."""
+    """gpu-figures.md begins with the measurements, and its tables are those of the kept results."""
     page = records.DOCUMENT.read_text(encoding="utf-8")
     runs = results.read_all(sorted(path for path in results.RESULTS.iterdir() if path.is_dir()))
     written = records.with_part(page, "measured", report.measured(runs))
@@ -56,7 +56,7 @@ def test_document():
 
 
 def test_each_ratio_to_stock_in_the_document_names_the_back_end():
-    """The row of every figure that stock's servers are part of ends with their attention back end."""
+    """Every row with a figure of stock's servers ends with their attention back end."""
     page = records.DOCUMENT.read_text(encoding="utf-8")
     table = page.partition("<!-- measured -->")[2].partition("<!-- end of measured -->")[0]
     rows = [
@@ -68,7 +68,7 @@ def test_each_ratio_to_stock_in_the_document_names_the_back_end():
 
 
 def test_a_ratio_names_its_peer():
-    """The back end comes from stock's rows, or from the facts where they do not name it."""
+    """The peer's back end comes from stock's rows, or from the facts if the rows do not name it."""
     named = run_of(serving_both_32=OURS + STOCK)
     ratio = "| tokens a second over stock's at 1, 8 and 32 requests | 1.5, 1.5, 1.5"
     assert (
@@ -94,7 +94,7 @@ def test_a_target_of_a_ratio_is_open_without_flash_attention_4():
 
 
 def test_figures_are_those_of_the_rows():
-    """Ratios are to the better stock of each, and targets are met or missed."""
+    """Ratios are relative to the better stock server, and targets are met or missed by them."""
     kernels = [{"table": "kernels", "state": state} for state in ("right", "WRONG")]
     # What the probe finds of the device is not a kernel.
     probed = {"copied, GB/s": "4216", "bf16 product, TFLOP/s": "694"}
@@ -127,7 +127,7 @@ def test_figures_are_those_of_the_rows():
 
 
 def test_cute_is_right_only_where_it_ran():
-    """FP8 caches may be refused; a refusal of any other layer, or no check at all, leaves the question open."""
+    """A refused FP8 cache leaves ``cute`` right; another refusal or no check leaves it open."""
     (right,) = [figure for figure in FIGURES if figure.experiments == "cute"]
     found, refused = "off by 1e-03", "triton is off by 1e-03; cute refuses: no CUDA"
 
@@ -146,7 +146,7 @@ def test_cute_is_right_only_where_it_ran():
 
 
 def test_newest_first_and_each_figure_once():
-    """Of one kind of GPU the newest run shows a figure, and the older one what the newer lacks."""
+    """Each figure is the newest on its kind of GPU, and an older run shows only the rest."""
     kernels = [{"table": "kernels", "state": "right"}]
     by_hand = Facts(figures=[{"text": "by hand", "measured": "3", "experiment": "answers"}])
     old = run_of("2026-12-01", by_hand, kernels=kernels, serving_ours=OURS)

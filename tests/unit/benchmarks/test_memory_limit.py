@@ -1,4 +1,4 @@
-"""Bytes of a pass, against sums made by hand from the shapes of the 26B checkpoint."""
+"""Tests of the bytes of a pass against sums by hand from the shapes of the 26B checkpoint."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def settings_of(name):
 
 
 def test_bf16(config):
-    """Two bytes a number, and only the experts that were chosen."""
+    """A BF16 pass counts two bytes for each number, and only the chosen experts."""
     touched = 57.5
     size = memory_limit.pass_bytes(config, None, touched_experts=touched, context=4096)
     assert size.dense == 2 * (ATTENTION + MLP + ROUTERS + NORMS)

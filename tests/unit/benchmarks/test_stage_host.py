@@ -1,4 +1,4 @@
-"""What is staged for an offline GPU host arrives whole, and a damaged part is noticed."""
+"""Tests that what is staged for an offline GPU host arrives whole, or is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LIMIT = 4096
 
 
 def staged(folder: Path) -> Path:
-    """Parts of a wheel with a package of noise, which does not compress, and a library that is dropped."""
+    """Return the parts of a wheel with incompressible data and a library that is dropped."""
     wheel, tree, parts = folder / "toy.whl", folder / "tree", folder / "parts"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("humming/__init__.py", "")
@@ -32,7 +32,7 @@ def install(parts: Path, site: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_parts_are_joined_on_the_host(tmp_path):
-    """No part is above the limit, and the unpacked folder has every file but what is dropped."""
+    """No part exceeds the limit, and the unpacked folder has every file except the dropped one."""
     parts, site = staged(tmp_path), tmp_path / "site"
     sizes = [path.stat().st_size for path in sorted(parts.glob("part-*"))]
     assert len(sizes) >= 3
@@ -49,7 +49,7 @@ def test_parts_are_joined_on_the_host(tmp_path):
 
 
 def test_a_damaged_part_ends_the_installation(tmp_path):
-    """Status 1 before anything is unpacked."""
+    """A damaged part ends the installation with status 1 before anything is unpacked."""
     parts, site = staged(tmp_path), tmp_path / "site"
     part = parts / "part-01"
     part.write_bytes(part.read_bytes()[:-1] + b"?")

@@ -1,4 +1,4 @@
-"""The tuner's search with a timer of the test's, and its files as vLLM's own loader reads them."""
+"""Tests of the tuner's search with a fake timer, and of its files in vLLM's own loader."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHARED = 232448
 @pytest.mark.engine
 @pytest.mark.parametrize(("dtype", "width"), [("fp8", 704), ("bf16", 352)])
 def test_vllm_reads_the_file(dtype, width, tmp_path, monkeypatch):
-    """By its own name for the device and the shape, and for each number of rows the winner."""
+    """vLLM reads the file by its own name for device and shape, and finds each winner."""
     from vllm.model_executor.layers.fused_moe import fused_moe
 
     # A shape that vLLM ships no file for on any device.
@@ -46,7 +46,7 @@ def test_vllm_reads_the_file(dtype, width, tmp_path, monkeypatch):
 @pytest.mark.engine
 @pytest.mark.parametrize("which", ["wheel-h100", "tuned"])
 def test_tiles_are_written_under_the_name_of_this_card(which, tmp_path, monkeypatch):
-    """vLLM finds the wheel's H100 tiles, and those of the kept result, for the 26B experts on any card."""
+    """On any card vLLM finds the wheel's H100 tiles and the kept ones for the 26B experts."""
     import backends
     from vllm.model_executor.layers.fused_moe import fused_moe
 
@@ -63,7 +63,7 @@ def test_tiles_are_written_under_the_name_of_this_card(which, tmp_path, monkeypa
 
 @pytest.mark.engine
 def test_tuning_times_replays_of_a_graph(monkeypatch):
-    """A configuration is timed by replays of a graph, after one eager call that compiles its kernels."""
+    """A configuration is compiled by one eager call and timed by replays of a graph."""
     from vllm.model_executor.layers.fused_moe import fused_moe
 
     calls = []

@@ -1,4 +1,4 @@
-"""Small functions of a pass, compiled once for any number of rows, and bit for bit as they are run eagerly."""
+"""Small functions of a pass compile once for any number of rows, and equal eager execution."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
 
 def rows_of_slots(num_canvases: int) -> tuple[Tensor, Tensor]:
-    """Slot and position of each row of some whole canvases, the last slots first; a narrow one of 3 rows for 0."""
+    """Return slot and position of each row, last slots first; 0 canvases mean 3 narrow rows."""
     if num_canvases == 0:
         return torch.full((3,), 2), torch.arange(3)
     slots = torch.arange(SLOTS).flip(0)[:num_canvases]
@@ -36,7 +36,7 @@ def rows_of_slots(num_canvases: int) -> tuple[Tensor, Tensor]:
 
 
 class Pass:
-    """Functions of passes whose slots are all in other states."""
+    """The functions of a pass over slots that are all in different states."""
 
     def __init__(self, backend: str | None, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -76,11 +76,11 @@ class Pass:
         self.statistics = RowStatistics(pass_rows, None, None, state.store_soft_embeds)
 
     def floats(self, *shape: int) -> Tensor:
-        """Random numbers."""
+        """Return random numbers."""
         return torch.randn(*shape, generator=self._generator)
 
     def run(self, num_canvases: int) -> list[Tensor]:
-        """Run each function for some canvases, and return all that was made and written."""
+        """Run each function for some canvases, and return everything that it wrote or returned."""
         slot, position = rows_of_slots(num_canvases)
         n = len(slot)
         self.pass_rows.slot[:n], self.pass_rows.position[:n] = slot, position
@@ -103,7 +103,7 @@ class Pass:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_functions_of_rows_are_compiled_once_and_equal_to_eager(backend, dtype):
-    """Another number of canvases recompiles none of the functions of embedding and sampling, and changes no bit."""
+    """Another number of canvases recompiles nothing and changes no bit."""
     if backend == "inductor" and not has_cpp_compiler():
         pytest.skip("no C++ compiler")
     eager, compiled = Pass(None, dtype), Pass(backend, dtype)
@@ -117,7 +117,7 @@ def test_functions_of_rows_are_compiled_once_and_equal_to_eager(backend, dtype):
 
 
 def test_one_row_and_none_are_not_compiled():
-    """A pass of one row, as a narrow canvas may be, does not wait for a compiler."""
+    """A pass of one row, which a narrow canvas may have, does not wait for a compiler."""
     compiled = []
 
     def backend(graph, inputs):

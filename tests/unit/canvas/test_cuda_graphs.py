@@ -1,4 +1,4 @@
-"""Which passes are captured, and what a replay reads and returns."""
+"""Tests of which passes are captured, and of what a replay reads and returns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vllm_diffusion.startup.capture_sizes import (
 
 @given(canvas=st.integers(1, 512), seqs=st.integers(1, 300), budget=st.integers(1024, 65536))
 def test_every_pass_of_whole_canvases_has_a_size(canvas, seqs, budget):
-    """A pass of n canvases, fused ones counted twice, is padded by one of more than 16, or to a tile."""
+    """Every pass fits a captured size, and is padded only above 16 canvases."""
     sizes = capture_sizes(canvas, seqs, budget)
     assert sizes == sorted(set(sizes))
     assert all(size % canvas == 0 and size <= budget for size in sizes)
@@ -40,7 +40,7 @@ def test_every_pass_of_whole_canvases_has_a_size(canvas, seqs, budget):
     ids=["chosen", "sizes of the operator", "ceiling of the operator", "no GPU"],
 )
 def test_choose_capture_sizes(monkeypatch, sizes, largest, on_cpu, expected):
-    """What the operator says is left alone."""
+    """Capture sizes that the operator sets are left unchanged."""
     from vllm.platforms import current_platform
 
     config = vllm_config(max_num_seqs=2)
@@ -52,7 +52,7 @@ def test_choose_capture_sizes(monkeypatch, sizes, largest, on_cpu, expected):
 
 
 def test_a_replay_reads_this_call_s_inputs():
-    """And other shapes are simply called."""
+    """A replay reads the inputs of its own call, and other shapes run without a graph."""
     calls = []
 
     def double(x):

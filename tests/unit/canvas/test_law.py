@@ -1,4 +1,7 @@
-"""The law of drafts that are verified, term by term: every outcome of every draw, through the compiled step's own code."""
+"""Verified drafts keep the model's distribution.
+
+Every outcome of every draw is enumerated, through the code of the compiled step.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ SPECS = {
 
 
 def outcomes(law: Callable[[list[int]], torch.Tensor]) -> dict[tuple[int, ...], float]:
-    """Every sequence of that many tokens with its probability, by the law of the next one."""
+    """Return every sequence of that many tokens with its probability by the law."""
     found: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(LENGTH):
         found = {
@@ -47,13 +50,13 @@ def outcomes(law: Callable[[list[int]], torch.Tensor]) -> dict[tuple[int, ...], 
 
 
 class Toy:
-    """A law of the next token and a draft, both by what was said."""
+    """A law of the next token and a draft, both of which depend on the tokens before."""
 
     def __init__(self, seed: int, quality: float) -> None:
-        """Draw them.
+        """Draw the law and the draft.
 
         Args:
-            seed: Of both.
+            seed: Seed of both.
             quality: Share of the drafted tokens that are the law's likeliest.
         """
         self._generator = torch.Generator().manual_seed(seed)
@@ -68,7 +71,7 @@ class Toy:
         return self._laws[key]
 
     def draft(self, said: list[int]) -> list[int]:
-        """A canvas whose first token was said."""
+        """Return a canvas whose first token is already emitted."""
         canvas = said[-1:]
         while len(canvas) < CANVAS:
             before = [*said[:-1], *canvas]
@@ -85,12 +88,14 @@ class Toy:
 
 
 def verified(spec: CanvasSpec, said: list[int], draft: list[int]) -> list[list[int]]:
-    """What is said after a draft and its verification, for each of ``DRAWS``: its last token begins a canvas.
+    """Return the tokens after a draft and its verification, for each of ``DRAWS``.
+
+    The last token of each begins a canvas.
 
     Args:
-        spec: Of the draft.
-        said: Up to the canvas's first token.
-        draft: The canvas that the rows of every step say.
+        spec: The canvases of the draft.
+        said: Tokens up to the canvas's first one.
+        draft: The canvas that the rows of every step predict.
     """
     slots = CanvasSlots(len(DRAWS), spec, VOCAB, torch.device("cpu"))
     for slot in range(len(DRAWS)):
@@ -110,7 +115,7 @@ def verified(spec: CanvasSpec, said: list[int], draft: list[int]) -> list[list[i
     rows = torch.full((len(DRAWS),), CANVAS, dtype=torch.int32)
     run(torch.full(DRAWS.shape, said[-1]), seeding=everyone)
     for _ in range(spec.max_denoising_steps):
-        # What stands at the first position is no draft's.
+        # The token at the first position is not drafted.
         assert run(torch.tensor([[VOCAB - 1, *draft[1:]]] * len(DRAWS)), num_rows=rows) == [
             0
         ] * len(DRAWS)
@@ -125,7 +130,7 @@ def verified(spec: CanvasSpec, said: list[int], draft: list[int]) -> list[list[i
 @pytest.mark.parametrize("quality", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("name", SPECS)
 def test_law(name: str, quality: float) -> None:
-    """Each sequence is as likely as drawn token after token, whatever the draft says."""
+    """A sequence is as likely with verified drafts as when each token is drawn by the law."""
     toy = Toy(seed=1, quality=quality)
     found: dict[tuple[int, ...], float] = defaultdict(float)
     open_ends = {(token,): float(p) for token, p in enumerate(toy.law([]))}

@@ -1,4 +1,4 @@
-"""Where rows are, on the device, is what loops over requests on the host find."""
+"""The rows that the device lays out are those that loops over requests on the host find."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def spec_of(layout: type[CanvasLayout]) -> Any:
 
 
 def batch_of(chosen: list[tuple[int, int, int, int]], slots: list[int]) -> SimpleNamespace:
-    """As the runner makes one."""
+    """Return a batch as the runner makes it."""
     n = len(chosen)
     known, canvas, computed, prompt = (np.array(column) for column in zip(*chosen, strict=True))
     scheduled = known + canvas
@@ -94,6 +94,7 @@ def batch_of(chosen: list[tuple[int, int, int, int]], slots: list[int]) -> Simpl
 def test_lay_out(
     layout, is_block_causal, is_seeded, is_shifted, chosen, slots, committing, compiled
 ):
+    """The rows of a pass are those of a loop over its requests, eager or compiled."""
     spec = spec_of(layout)
     canvases = CanvasSlots(SLOTS, spec, 40, CPU)
     canvases.phase.copy_(
@@ -191,7 +192,7 @@ def test_lay_out(
     block=st.integers(1, LENGTH),
 )
 def test_lay_out_of_sequences(layout, chosen, slots, block):
-    """Of a whole sequence the block after the given positions is sampled, each position from its row or the one before."""
+    """The block of a sequence after its given positions is sampled, by its layout's shift."""
     canvases = CanvasSlots(SLOTS, spec_of(layout), 40, CPU)
     canvases.block_length[:] = block
     # Prompt and what was emitted, an answer of at least one more position, and what follows it.
@@ -223,7 +224,7 @@ def test_lay_out_of_sequences(layout, chosen, slots, block):
 
 
 def test_searches_whole_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch 2.11 compiles a search in a slice for a GPU as a search in the whole tensor."""
+    """PyTorch 2.11 compiles a search in a slice for a GPU as one in the whole tensor."""
     searched: list[torch.Tensor] = []
     search = torch.searchsorted
 

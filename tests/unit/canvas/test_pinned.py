@@ -1,4 +1,4 @@
-"""Pinned positions: their tokens are in the answer, whatever the model predicts there."""
+"""Pinned positions keep their tokens in the answer, whatever the model predicts there."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 def revealing(rule: DecodingRule, layout: CanvasLayout) -> CanvasSpec:
-    """Masked blocks that take a few steps."""
+    """Return masked blocks that take a few steps."""
     values = {
         "reveal_threshold": 0.7,
         "strategy": "dynamic",
@@ -59,7 +59,7 @@ SPECS = {
 
 
 def drawn_at_random(slots: CanvasSlots, generator: torch.Generator) -> PositionStatistics:
-    """Statistics of a model that predicts anything anywhere."""
+    """Return the statistics of a model that predicts random tokens."""
     R, C, rule = slots.num_slots, slots.canvas_length, slots.spec.rule
     choices = torch.rand(R, C, VOCAB, generator=generator).argsort(dim=-1)[..., :3]
     confidence = torch.rand(R, C, generator=generator)
@@ -96,7 +96,7 @@ def outputs(
 @pytest.mark.parametrize("kind", ["emitted by its step", "committed", "read only"])
 @pytest.mark.parametrize("name", SPECS)
 def test_pins_hold_in_every_input_and_in_the_answer(name: str, kind: str) -> None:
-    """For random pins and tokens, every step begins from them, and the first canvas is emitted with them."""
+    """Every step begins with the pinned tokens, and the first canvas is emitted with them."""
     spec, num_slots = SPECS[name], 24
     generator = torch.Generator().manual_seed(7)
     slots = CanvasSlots(num_slots, spec, VOCAB, CPU)
@@ -139,7 +139,7 @@ def test_pins_hold_in_every_input_and_in_the_answer(name: str, kind: str) -> Non
 
 
 def test_pins_do_not_come_again_in_a_later_canvas() -> None:
-    """Pins are positions of the answer: a second canvas begins as noise, and is emitted as predicted."""
+    """Pins belong to the first canvas: the second begins as noise and is emitted as predicted."""
     slots = CanvasSlots(2, diffusion_gemma_spec(CANVAS, 1), VOCAB, CPU)
     arguments = RequestArguments(seed_canvas=(30,) * CANVAS, pinned=(0, 1))
     slots.add_request(0, NewRequest(arguments))
@@ -155,7 +155,7 @@ def test_pins_do_not_come_again_in_a_later_canvas() -> None:
 
 
 def test_convergence_does_not_wait_for_agreement() -> None:
-    """A model that is uncertain at pinned positions, and changes its mind there, ends after two steps.
+    """Uncertain and changing predictions at pinned positions do not delay convergence.
 
     The second request has the same predictions and no pins: it takes all of its steps.
     """
@@ -182,7 +182,7 @@ def test_convergence_does_not_wait_for_agreement() -> None:
 
 @pytest.mark.parametrize("name", ["entropy bound", "reveal, aligned"])
 def test_a_pinned_end_token_ends_what_is_judged(name: str) -> None:
-    """With ``converge_at_end`` a canvas does not wait for what stands after a pinned end token."""
+    """With ``converge_at_end`` a canvas does not wait for positions after a pinned end token."""
     slots = CanvasSlots(2, SPECS[name], VOCAB, CPU)
     canvas = (30, 30, END) + (MASK,) * (CANVAS - 3)
     for slot, pinned in enumerate([(0, 1, 2), (0, 1)]):

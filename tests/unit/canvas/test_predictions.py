@@ -1,4 +1,4 @@
-"""Where a canvas goes on in the text that its answer is expected to resemble."""
+"""Tests of where a canvas continues in the text that its answer is expected to resemble."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def run_before(text: list[int], place: int, emitted: list[int]) -> int:
-    """Tokens that stand before a place of the text and at the end of what was emitted."""
+    """Count the tokens before a place of the text that equal the end of the emitted tokens."""
     length = 0
     while length < min(LONGEST_RUN, place, len(emitted)):
         if text[place - 1 - length] != emitted[-1 - length]:
@@ -37,7 +37,7 @@ def run_before(text: list[int], place: int, emitted: list[int]) -> int:
 
 
 def searched(text: list[int], emitted: list[int], goes_on: int) -> int | None:
-    """The place after the longest such run, of equal ones the nearest; ``None`` without one."""
+    """Return the place after the longest such run, the nearest of equal ones, or ``None``."""
     best = max(
         range(len(text) + 1), key=lambda at: (run_before(text, at, emitted), -abs(at - goes_on))
     )
@@ -46,7 +46,7 @@ def searched(text: list[int], emitted: list[int], goes_on: int) -> int | None:
 
 @pytest.mark.parametrize("num_tokens", [2, 3, 20])
 def test_a_canvas_goes_on_after_the_longest_run(num_tokens: int) -> None:
-    """The search by tensors finds what a loop over the text finds, also where nothing or all of it matches."""
+    """The search by tensors finds what a loop over the text finds, for any amount of matches."""
     rng = random.Random(num_tokens)
     num_found = 0
     for _ in range(60):
@@ -75,7 +75,7 @@ def test_a_canvas_goes_on_after_the_longest_run(num_tokens: int) -> None:
 
 
 def test_two_misses() -> None:
-    """A text of which two canvases kept less than half is dropped; one of which they kept half is not."""
+    """A text is dropped after two canvases that each kept less than half of it."""
     text = list(range(60))
     for num_kept, is_dropped in ((3, True), (4, False)):
         followed = FollowedText(text, is_prompt=False)
@@ -92,7 +92,7 @@ def test_two_misses() -> None:
 
 
 def test_slots() -> None:
-    """Each slot follows its own text, with rows of others, preempted owners and new ones in between."""
+    """Each slot follows its own text, whatever other rows and owners come in between."""
     slots = CanvasSlots(4, diffusion_gemma_spec(CANVAS, 4), VOCAB, CPU)
     prompt = list(range(5))
     text = tuple(random.Random(0).randrange(5, VOCAB) for _ in range(40))
@@ -155,7 +155,7 @@ def test_slots() -> None:
 
 
 def test_no_text_is_no_token() -> None:
-    """Before anything is emitted no place matches, whatever pads the text."""
+    """Before anything is emitted no place in the text matches, whatever token pads it."""
     predictions = Predictions(2, CPU)
     canvas = torch.zeros(2, CANVAS, dtype=torch.long)
     predictions.write({0: FollowedText([7, 8], is_prompt=True)})

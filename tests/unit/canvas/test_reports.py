@@ -1,4 +1,4 @@
-"""What leaves the device for whoever watches, and how it travels."""
+"""Tests of the reports that leave the device for watchers, and of how they travel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.engine
 
 
 def random_output(slots: int, length: int, generator: torch.Generator) -> StepOutput:
-    """Whatever the step might return."""
+    """Return an output with anything that a step may return."""
     R, C = slots, length
 
     def flags(*shape: int) -> torch.Tensor:
@@ -44,7 +44,7 @@ def random_output(slots: int, length: int, generator: torch.Generator) -> StepOu
 
 @given(st.integers(1, 5), st.integers(1, 40), st.integers(0, 2**32 - 1))
 def test_views(slots: int, length: int, seed: int) -> None:
-    """A packed row says of its slot what the step said, without known tokens and beyond no row."""
+    """A packed row has its slot's output without known tokens or positions after its last row."""
     generator = torch.Generator().manual_seed(seed)
     output = random_output(slots, length, generator)
     num_rows = torch.randint(0, length + 1, (slots,), generator=generator, dtype=torch.int32)
@@ -92,7 +92,7 @@ FRAMES = st.builds(
     )
 )
 def test_reports(report: RequestReport) -> None:
-    """What is encoded is decoded, from any array of its bytes."""
+    """A decoded report equals the encoded one, from any array of its bytes."""
     array = report.encode()
     assert array.dtype == np.uint8
     assert RequestReport.decode(array) == report
@@ -100,13 +100,13 @@ def test_reports(report: RequestReport) -> None:
 
 
 class _Slots:
-    """As much of the canvases as the connector looks at."""
+    """The part of the canvases that the connector reads."""
 
     features = SlotFeatures()
 
 
 def test_nobody_watches() -> None:
-    """Then a pass copies and allocates nothing: vLLM is told that there is nothing to copy."""
+    """A pass that nobody watches copies and allocates nothing, and vLLM gets nothing to copy."""
     num_rows, entropy = torch.zeros(4, dtype=torch.int32), torch.zeros(4, 8)
     connector = CanvasViewConnector(_Slots(), num_rows, entropy)  # type: ignore[arg-type]
     output = random_output(4, 8, torch.Generator().manual_seed(0))
@@ -121,7 +121,7 @@ def test_nobody_watches() -> None:
 
 @given(st.integers(0, 4), st.sampled_from(["int16", "uint16", "uint8"]))
 def test_experts_are_no_report(num_tokens: int, dtype: str) -> None:
-    """The experts of an ordinary model's tokens travel in the same field, in bytes too, and are no report."""
+    """The experts of an ordinary model's tokens, in the same field, are not a report."""
     assert not RequestReport.is_in(np.zeros((num_tokens, 3, 2), dtype))
     assert RequestReport.is_in(RequestReport().encode())
     assert RequestReport.is_in(np.frombuffer(RequestReport().encode().tobytes(), np.uint8))

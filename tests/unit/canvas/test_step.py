@@ -1,4 +1,4 @@
-"""The compiled step: one graph for any number of requests, and the same as eager."""
+"""The compiled step uses one graph for any number of requests, and equals eager execution."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def idle_pass(num_slots: int) -> SlotPass:
 def run(
     backend: str | None, spec: CanvasSpec | None = None, device: torch.device = CPU
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """A life of several canvases with 0 to all slots active, as canvases and emitted counts."""
+    """Run several canvases with 0 to all slots active; return canvases and emitted counts."""
     slots = CanvasSlots(SLOTS, spec or diffusion_gemma_spec(CANVAS, 4), VOCAB, device)
     for slot in range(SLOTS):
         slots.add_request(slot, NewRequest(RequestArguments(), seed=slot))
@@ -65,7 +65,7 @@ def run(
 
 
 def test_compiled_once_and_equal_to_eager():
-    """A recompilation for another number of active requests would be an error here."""
+    """Another number of active requests recompiles nothing and gives the eager results."""
     eager_canvases, eager_emitted = run(None)
     torch._dynamo.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -77,7 +77,7 @@ def test_compiled_once_and_equal_to_eager():
 
 
 def test_a_slot_has_its_first_canvas_before_any_pass():
-    """Noise by seed and number, masks, what the request brings, and what is known of it."""
+    """A new slot has noise by its seed or masks, and the request's given and known tokens."""
     seeds, numbers = torch.tensor([7, -3]), torch.tensor([0, 2], dtype=torch.int32)
     noise = uniform_tokens(
         seeds, numbers, torch.zeros_like(numbers), CANVAS, VOCAB, Purpose.INITIAL
@@ -101,7 +101,7 @@ def test_a_slot_has_its_first_canvas_before_any_pass():
 
 @pytest.mark.parametrize("commits", [False, True])
 def test_a_canvas_begins_after_one_that_is_read(commits):
-    """A pass that was launched before a read ended is a first step, which takes nothing from the step before it."""
+    """A pass that was launched before a read ended is a first step without inputs of the read."""
     slots = CanvasSlots(1, diffusion_gemma_spec(CANVAS, 4), VOCAB, CPU)
     slots.add_request(0, NewRequest(RequestArguments(max_steps=1, read_only=True)))
     slots.apply_staged_writes()
@@ -115,7 +115,7 @@ def test_a_canvas_begins_after_one_that_is_read(commits):
 
 @pytest.mark.parametrize("backend", [None, "eager"])
 def test_a_draft_and_its_verification(backend):
-    """A step drafts, the next pass emits what it draws too and begins behind that, by itself or not."""
+    """A step drafts; the next pass emits what it verifies and starts the canvas after that."""
     spec = CanvasSpec(VerifiedDraft(CANVAS), LinearSpec(), 1, {}, mask_token_id=4)
     slots = CanvasSlots(2, spec, VOCAB, CPU)
     for slot in range(2):
@@ -146,7 +146,7 @@ def test_a_draft_and_its_verification(backend):
 
 
 def test_pins_are_of_a_masked_request_s_first_canvas():
-    """Behind it, and where a preempted request comes back, their positions are masks like others."""
+    """Pinned positions are plain masks in later canvases and after a preemption."""
     slots = CanvasSlots(2, masked_spec(CANVAS, max_denoising_steps=1), VOCAB, CPU)
     params = RequestArguments(seed_canvas=(30,) * CANVAS, pinned=(0, 1))
     slots.add_request(0, NewRequest(params, prompt_len=CANVAS))
@@ -165,7 +165,7 @@ def test_pins_are_of_a_masked_request_s_first_canvas():
 
 @pytest.mark.parametrize("converge_at_end", [False, True])
 def test_what_follows_the_end_need_not_converge(converge_at_end):
-    """Position 3 ends the answer; behind it the model never makes up its mind."""
+    """A canvas converges although the model keeps changing tokens after the end at position 3."""
     slots = CanvasSlots(2, diffusion_gemma_spec(CANVAS, 9), VOCAB, CPU)
     for slot in range(2):
         # The second request ignores its end tokens.
@@ -185,7 +185,7 @@ def test_what_follows_the_end_need_not_converge(converge_at_end):
 
 
 def levenshtein_step(slots: CanvasSlots, backend: str | None, passes: int) -> list[torch.Tensor]:
-    """Canvases of that many passes over random statistics, each the first of a canvas or a later."""
+    """Return canvases of that many passes over random statistics, first or later ones."""
     step = CanvasStep(slots, compile_backend=backend)
     generator = torch.Generator().manual_seed(1)
     R, C = slots.canvas.shape
@@ -210,7 +210,7 @@ def levenshtein_step(slots: CanvasSlots, backend: str | None, passes: int) -> li
 
 
 def levenshtein_slots() -> CanvasSlots:
-    """Three requests with blocks of their own, of which the second begins with given tokens."""
+    """Return three requests with blocks of their own, the second with given tokens."""
     rule = Levenshtein(4, delete_token_id=VOCAB - 2, split_token_id=VOCAB - 1)
     settings = {
         "reveal_threshold": 0.7,
@@ -230,7 +230,7 @@ def levenshtein_slots() -> CanvasSlots:
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_levenshtein_compiled_once_and_equal_to_eager(backend):
-    """Its memory is of three shapes."""
+    """The Levenshtein rule with its memory compiles once and equals eager execution."""
     if backend == "inductor" and not has_cpp_compiler():
         pytest.skip("needs a C++ compiler")
     eager = levenshtein_step(levenshtein_slots(), None, 16)
@@ -242,7 +242,7 @@ def test_levenshtein_compiled_once_and_equal_to_eager(backend):
 
 
 def test_a_rule_forgets_its_canvas_with_a_new_owner():
-    """Whatever was remembered at positions and steps; a slot without rows keeps what it has."""
+    """A new owner clears a slot's memory, and a slot without rows keeps it."""
     slots = levenshtein_slots()
     for memory in slots.rule_memory.values():
         memory[2] = 1
@@ -257,7 +257,7 @@ def test_a_rule_forgets_its_canvas_with_a_new_owner():
 
 
 def test_a_rule_forgets_its_canvas_with_the_next_one():
-    """A block behind a finished one begins as the first one did."""
+    """The block after a finished one begins with the memory of a first block."""
     slots = levenshtein_slots()
     while not slots.canvas_idx[0]:
         levenshtein_step(slots, None, 1)

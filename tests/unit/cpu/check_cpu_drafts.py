@@ -1,8 +1,8 @@
 """Compare what samples, verifies and drafts on the CPU with vLLM's kernels, launch by launch.
 
-vLLM's launchers run on random batches. In the place of each kernel stands one that launches both, on
-copies of the same arguments, and compares every bit of every tensor. Called by ``check_cpu_kernels``,
-which has turned the interpreter on.
+vLLM's launchers run on random batches. Each kernel is replaced by an object that launches both
+implementations on copies of the same arguments, and compares every bit of every tensor. Called by
+``check_cpu_kernels``, which has turned the interpreter on.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Both:
 
 
 def log1p(x: Any) -> Any:
-    """The interpreter has none."""
+    """Replace the function that the interpreter lacks."""
     with np.errstate(invalid="ignore", divide="ignore"):
         return tl.core.tensor(TensorHandle(np.log1p(x.handle.data), x.handle.dtype), x.dtype)
 
@@ -158,7 +158,7 @@ def biases(rng: np.random.Generator) -> None:
     rows, vocab = int(rng.integers(1, 9)), int(rng.choice([30, 9000]))
 
     def listed() -> tuple[torch.Tensor, torch.Tensor]:
-        """How many tokens each request lists, of some none, and which."""
+        """Return the number of tokens that each request lists, which may be 0, and the tokens."""
         counts = integers(rng, 0, 5, SLOTS) * integers(rng, 0, 2, SLOTS)
         tokens = np.stack([rng.permutation(vocab)[:8] for _ in range(SLOTS)])
         return counts.int(), torch.from_numpy(tokens.astype(np.int32))
@@ -226,7 +226,7 @@ def gathering(rng: np.random.Generator) -> None:
 
 
 def target_pass(rng: np.random.Generator) -> tuple[Any, torch.Tensor]:
-    """A batch as the runner has it, and how many rows of each request were rejected."""
+    """Return a batch as the runner has it, and the number of rejected rows of each request."""
     num_reqs = int(rng.integers(1, SLOTS))
     lens = rng.integers(1, 20, num_reqs)
     starts = np.concatenate([[0], np.cumsum(lens)])
@@ -300,7 +300,7 @@ def blocks_of_drafts(rng: np.random.Generator) -> None:
 
 
 def main() -> int:
-    """How many kernels agree."""
+    """Return how many kernels agree."""
     rejection_sampler_utils.tldevice = SimpleNamespace(log1p=log1p)
     for name, ours in OVERRIDES.items():
         module, _, attribute = name.rpartition(".")

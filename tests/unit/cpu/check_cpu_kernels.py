@@ -34,7 +34,7 @@ def compare(name: str, grid: tuple[int, ...], ours: Any, make: Any, seed: int) -
 
 
 def batch(rng: np.random.Generator, max_len: int = 40) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Requests' slots, where their rows start, and how many requests."""
+    """Return the slots of requests, the start of their rows, and the number of requests."""
     num_reqs = int(rng.integers(1, 5))
     slots = torch.from_numpy(rng.permutation(6)[:num_reqs].astype(np.int64))
     lens = rng.integers(1, max_len, num_reqs)

@@ -1,4 +1,4 @@
-"""A row's sum over ranks does not depend on which rows lie beside it; ranks may have few rows or none."""
+"""A row's sum over ranks does not depend on other rows, and ranks may have few rows or none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_diffusion.cpu.cpu_worker import discard
 
 
 def summed(num_ranks: int, num_rows: int, dtype: torch.dtype) -> Tensor:
-    """The sum on the last rank of the first rows of each rank."""
+    """Return the sum on the last rank of the first rows of each rank."""
     ranks = ThreadRanks(num_ranks)
 
     def work(rank: int) -> Tensor:
@@ -41,6 +41,7 @@ def shares(rank: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_rows_do_not_depend_on_their_number(num_ranks, dtype):
+    """The sum of a row over all ranks has the same bits for any number of rows."""
     whole = summed(num_ranks, 100, dtype)
     exact = torch.stack([shares(rank, dtype).double() for rank in range(num_ranks)]).sum(0)
     atol = 16 * torch.finfo(dtype).eps
@@ -51,7 +52,7 @@ def test_rows_do_not_depend_on_their_number(num_ranks, dtype):
 
 @pytest.mark.parametrize("sizes", [[3, 3], [1, 40], [0, 5, 2], None], ids=str)
 def test_shares_of_several_sizes(sizes):
-    """Gathered in the ranks' order, whatever the type; and of their sum each rank gets its own."""
+    """Shares of any type are gathered in rank order, and each rank gets its part of a sum."""
     rows = sizes or [4, 4]
     ranks = ThreadRanks(len(rows))
     own = [shares(rank, torch.float32)[:num] for rank, num in enumerate(rows)]
@@ -74,7 +75,7 @@ def test_shares_of_several_sizes(sizes):
 
 @given(st.lists(st.integers(0, 5000), min_size=1, max_size=6), st.data())
 def test_neighbours(sizes: list[int], data: st.DataObject) -> None:
-    """Some of several tensors become zero, to the last byte; the others, and every address, stay."""
+    """Clearing some tensors leaves their addresses, and all other tensors, unchanged."""
     tensors = [torch.full((size,), 7.0) for size in sizes]
     chosen = data.draw(st.sets(st.integers(0, len(sizes) - 1)))
     addresses = [tensor.data_ptr() for tensor in tensors]
@@ -88,7 +89,7 @@ def test_neighbours(sizes: list[int], data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("shares_numpy", [False, True])
 def test_given_back(shares_numpy: bool) -> None:
-    """The process holds less by what the tensors held, views and arrays of them notwithstanding."""
+    """The process shrinks by the tensors' memory even if views and arrays of them exist."""
     tensor = torch.ones(16 * 2**20)
     views = [tensor[5:], tensor.view(4, -1), *([tensor.numpy()] if shares_numpy else [])]
     process = psutil.Process()

@@ -1,4 +1,4 @@
-"""What a process is told where the CPU serves, before vLLM is imported."""
+"""Tests of the environment that a CPU server sets before vLLM is imported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ print([name for name in names if "humming" in name])
 
 
 def test_no_background_builds() -> None:
-    """Importing vLLM's quantisation starts no process that imports torch again."""
+    """Importing vLLM's quantization starts no process that imports torch again."""
     command = [sys.executable, "-c", CODE]
     ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     assert ended.stdout.splitlines()[-1] == "[]"

@@ -17,7 +17,7 @@ CHECKS = Path(__file__).with_name("check_cpu_kernels.py")
 @pytest.mark.engine
 @pytest.mark.slow
 def test_against_the_triton_kernels():
-    """Run in a fresh process, where our CPU platform has turned the interpreter on."""
+    """Every function equals its Triton kernel in a fresh process that interprets the kernels."""
     result = subprocess.run(
         [sys.executable, str(CHECKS)], capture_output=True, text=True, timeout=600, check=False
     )

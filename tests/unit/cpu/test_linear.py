@@ -15,6 +15,7 @@ pytestmark = pytest.mark.engine
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("out_size", "in_size"), [(256, 128), (128, 256), (320, 128), (4, 96)])
 def test_rows_do_not_depend_on_their_number(out_size, in_size, dtype):
+    """A row of a product has the same bits for any number of rows around it."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(out_size, in_size, generator=generator).to(dtype)
     rows = torch.randn(300, in_size, generator=generator).to(dtype)
@@ -25,6 +26,7 @@ def test_rows_do_not_depend_on_their_number(out_size, in_size, dtype):
 
 
 def test_is_a_linear_layer():
+    """The product equals PyTorch's linear layer, also with a bias and for no rows."""
     x, weight, bias = torch.randn(2, 3, 8), torch.randn(5, 8), torch.randn(5)
     assert torch.allclose(linear(x, weight, bias), F.linear(x, weight, bias), atol=1e-5)
     assert linear(x[:0], weight).shape == (0, 3, 5)
@@ -39,7 +41,7 @@ def _operators() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rms_norm(dtype: torch.dtype) -> None:
-    """One weight for all rows, and one for each of the first dimension."""
+    """RMSNorm is right with one weight for all rows and with one for each first index."""
     from vllm.ir import ops
 
     torch.manual_seed(0)
@@ -61,7 +63,7 @@ def test_rms_norm(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("is_neox", [True, False])
 @pytest.mark.parametrize("rotary_dim", [16, 8])
 def test_rotary_embedding(rotary_dim: int, is_neox: bool, dtype: torch.dtype) -> None:
-    """In place, with and without a key, the head whole or in part."""
+    """Rotary embedding works in place, with and without a key, on whole or partial heads."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     torch.manual_seed(0)

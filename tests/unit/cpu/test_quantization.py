@@ -1,4 +1,4 @@
-"""FP8 and NVFP4 on the CPU are what compressed-tensors and vLLM's own references compute."""
+"""FP8 and NVFP4 on the CPU equal what compressed-tensors and vLLM's own references compute."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def random_rows(shape: tuple[int, int], magnitude: float, seed: int) -> torch.Te
 @given(shapes, magnitudes, st.integers(0, 10**6))
 @settings(deadline=None, max_examples=60)
 def test_fp8_by_token(shape, magnitude, seed):
-    """compressed-tensors' quantise-dequantise, within a rounding of the scale."""
+    """FP8 by token equals compressed-tensors' quantization within a rounding of the scale."""
     x = random_rows(shape, magnitude, seed)
     values, scale = quantize_fp8(x)
     if x.numel() == 0:
@@ -49,7 +49,7 @@ def test_fp8_by_token(shape, magnitude, seed):
 @given(shapes, magnitudes, st.integers(0, 10**6))
 @settings(deadline=None, max_examples=60)
 def test_static_fp8(shape, magnitude, seed):
-    """One scale for all; what is beyond the largest number is cut to it."""
+    """Static FP8 has one scale, and larger values are clipped to the largest number."""
     x = random_rows(shape, magnitude, seed)
     scale = torch.tensor(magnitude / 200)
     values, same = quantize_fp8(x, scale)
@@ -61,7 +61,7 @@ def test_static_fp8(shape, magnitude, seed):
 @given(shapes, magnitudes, st.integers(0, 10**6))
 @settings(deadline=None, max_examples=30)
 def test_nvfp4(shape, magnitude, seed):
-    """compressed-tensors' quantise-dequantise with the same global scale."""
+    """NVFP4 equals compressed-tensors' quantization with the same global scale."""
     x = random_rows(shape, magnitude, seed)
     if x.numel() == 0:
         return
@@ -77,7 +77,7 @@ def test_nvfp4(shape, magnitude, seed):
 
 
 def test_nvfp4_is_vllms():
-    """vLLM's reference for activations, bit for bit but for the order of two multiplications."""
+    """NVFP4 activations equal vLLM's reference, except for the order of two multiplications."""
     from vllm.model_executor.layers.quantization.utils import nvfp4_emulation_utils as theirs
 
     x = random_rows((40, 160), 3.0, 1)
@@ -89,7 +89,7 @@ def test_nvfp4_is_vllms():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_packed_weights(dtype):
-    """Every byte, and the order of the two numbers in it, is as compressed-tensors reads it."""
+    """Every packed byte is read in the same order of numbers as by compressed-tensors."""
     packed = torch.arange(256, dtype=torch.uint8).view(4, 64)
     scales = (torch.rand(4, 8) * 400).to(FP8)
     expected = unpack_fp4_from_uint8(packed, 4, 128, torch.float32)
@@ -100,7 +100,7 @@ def test_packed_weights(dtype):
 
 
 def test_every_tie_and_neighbour_of_e2m1():
-    """The nearest number wins, and a tie goes to the even code."""
+    """E2M1 rounds to the nearest number, and a tie to the even code."""
     grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     x = torch.linspace(-7, 7, 5601)
     ours = round_to_e2m1(x)
@@ -120,6 +120,7 @@ def test_every_tie_and_neighbour_of_e2m1():
     "values", [torch.zeros(3, 32), torch.full((3, 32), 1e30)], ids=["0", "1e30"]
 )
 def test_extremes_stay_finite(values):
+    """Quantized extreme values stay finite in FP8 and NVFP4."""
     quantized, scale = quantize_fp8(values)
     assert torch.isfinite(quantized * scale).all()
     assert torch.isfinite(quantize_nvfp4(values, torch.tensor(100.0))).all()
@@ -127,7 +128,7 @@ def test_extremes_stay_finite(values):
 
 @pytest.mark.parametrize("shape", [(256, 256), (200, 130), (1, 128), (3, 500)], ids=str)
 def test_fp8_blocks(shape):
-    """A weight of blocks, whole ones or not, is compressed-tensors' dequantised one."""
+    """A weight with scales by block, whole or partial, is dequantized as by compressed-tensors."""
     scheme = preset_name_to_scheme("FP8_BLOCK", ["Linear"])
     rows, columns = scheme.weights.block_structure
     weight = random_rows(shape, 10.0, 3).to(FP8)
@@ -142,7 +143,7 @@ def test_fp8_blocks(shape):
 @given(st.tuples(st.integers(0, 5), st.integers(1, 300)), magnitudes, st.integers(0, 10**6))
 @settings(deadline=None, max_examples=60)
 def test_fp8_groups(shape, magnitude, seed):
-    """Each group has the scale of its own largest entry, as a row alone has by token."""
+    """Each group has the scale of its own largest entry, as a row has by token."""
     x = random_rows(shape, magnitude, seed)
     ours = quantize_fp8_groups(x, 128)
     assert ours.shape == x.shape

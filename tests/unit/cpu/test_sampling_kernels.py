@@ -1,4 +1,4 @@
-"""What samples and scores tokens on the CPU computes what plain arithmetic in float64 does."""
+"""The CPU's functions that sample and score tokens equal plain arithmetic in float64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def some_logits(num_rows: int) -> Tensor:
 
 
 def launch_filter(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> None:
-    """Launch as vLLM does: all arguments by name, with an option of the compiler."""
+    """Launch as vLLM does, with all arguments by name and an option of the compiler."""
     from vllm.triton_utils.dispatcher import KernelOverride
     from vllm.v1.sample.ops.topk_topp_triton import _topk_topp_kernel
 
@@ -39,7 +39,7 @@ def launch_filter(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) ->
 
 
 def kept(logits: np.ndarray, top_k: int, top_p: float) -> set[int]:
-    """Return the tokens that the filters leave of a row, by their definition."""
+    """Return the tokens that the filters keep in a row, by their definition."""
     order = np.argsort(-logits)[:top_k]
     probabilities = np.exp(logits[order] - logits[order[0]])
     before = np.cumsum(probabilities) - probabilities
@@ -48,7 +48,7 @@ def kept(logits: np.ndarray, top_k: int, top_p: float) -> set[int]:
 
 @pytest.mark.parametrize("uses", ["top_k", "top_p", "both"])
 def test_filters(uses: str) -> None:
-    """The likeliest tokens are left with their logits, and all others are masked, each row by its own filters."""
+    """Each row keeps the likeliest logits that its own filters allow, and masks the others."""
     counts, shares = [1, 5, VOCAB, 40, 2, VOCAB], [1.0, 0.9, 0.5, 1e-6, 0.3, 1.0]
     logits = some_logits(len(counts))
     # A view of a wider tensor, as a padded vocabulary leaves it.
@@ -72,7 +72,7 @@ def test_filters(uses: str) -> None:
 def test_log_probabilities(
     at_a_time: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scores and ranks are those of a softmax in float64, however many rows are computed together."""
+    """Scores and ranks equal a float64 softmax, however many rows are computed together."""
     monkeypatch.setattr(sampling_kernels, "_LOGITS_AT_A_TIME", at_a_time)
     logits = some_logits(7).to(dtype)
     listed = torch.randint(0, VOCAB, (7, 4), generator=torch.Generator().manual_seed(1))
@@ -88,7 +88,7 @@ def test_log_probabilities(
 
 
 def test_tokens_of_a_prompt() -> None:
-    """Each row is scored with the token after it, and the last of the longest sequence with none."""
+    """Each row is scored with the token after it, except the last row of the prompt."""
     ids = torch.arange(24, dtype=torch.int32).reshape(3, 8)
     tokens = torch.full((7,), -1)
     sampling_kernels.prompt_logprobs_token_ids(

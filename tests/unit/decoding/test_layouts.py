@@ -1,4 +1,4 @@
-"""What each layout of canvases answers, against loops over positions."""
+"""Tests of the answers of each layout of canvases, against loops over positions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BLOCKS = (*ALIGNED, BlockAfterPrompt)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @given(num_known=st.integers(0, 40))
 def test_num_given(layout: type[CanvasLayout], num_known: int) -> None:
-    """Given positions are the known tokens of an unfinished block counted from 0, all known ones of a sequence, or none."""
+    """Given positions are the known tokens of an unfinished block or of a whole sequence."""
     expected = num_known if layout in SEQUENCES else 0
     while layout in ALIGNED and (num_known - expected) % LENGTH:
         expected += 1
@@ -45,7 +45,7 @@ def test_num_given(layout: type[CanvasLayout], num_known: int) -> None:
 
 @st.composite
 def requests(draw: st.DrawFn) -> ScheduledRequest:
-    """A request as a scheduler may find it; nothing in it is beyond the model's length."""
+    """Draw a request as a scheduler may find it, within the model's length."""
     num_computed = draw(st.integers(0, 6)) * LENGTH
     num_uncomputed = draw(st.integers(0, 9))
     room = draw(st.integers(0, 10))
@@ -71,7 +71,7 @@ def requests(draw: st.DrawFn) -> ScheduledRequest:
 def test_a_canvas_runs_whole_or_not_at_all(
     layout: type[CanvasLayout], request: ScheduledRequest
 ) -> None:
-    """A pass has known tokens alone, or all of them and a whole canvas within the rows that are left."""
+    """A pass has known tokens alone, or all of them and a whole canvas that fits."""
     own = layout(LENGTH)
     rows = own.rows(request)
     if layout in SEQUENCES:
@@ -98,7 +98,7 @@ def test_a_canvas_runs_whole_or_not_at_all(
 
 
 def loop_of_spans(num_tokens: int, first: int) -> list[tuple[int, int]]:
-    """The block of each position: the first one has ``first`` positions, or is whole where that is 0."""
+    """Return the block of each position; the first has ``first`` positions if that is not 0."""
     spans, start = [], 0
     while start < num_tokens:
         end = start + (LENGTH if start or not first else first)
@@ -110,7 +110,7 @@ def loop_of_spans(num_tokens: int, first: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @given(num_prompt=st.integers(0, 12), num_generated=st.integers(0, 3))
 def test_row_spans(layout: type[CanvasLayout], num_prompt: int, num_generated: int) -> None:
-    """Known tokens attend in both directions within blocks, counted from 0 or so that one ends with the prompt."""
+    """Known tokens attend in both directions within the blocks of their layout."""
     # Whole blocks follow a prompt, so that a preempted request has as long a first block as before.
     num_known = num_prompt + num_generated * LENGTH
     positions = torch.arange(num_known)
@@ -138,7 +138,7 @@ def test_width(
     max_tokens: int,
     block_length: int,
 ) -> None:
-    """A block ends with the answer; a sequence too, or with its last whole block, or with the block that is denoised."""
+    """A canvas is as wide as its layout and the answer's end allow."""
     most = LENGTH if layout is BlockAfterPrompt else 32
     if layout is BlockAfterPrompt:
         block_length = LENGTH
@@ -161,7 +161,7 @@ def test_width(
 
 @given(st.lists(st.integers(0, LENGTH), min_size=1, max_size=3))
 def test_emitted(num_given: list[int]) -> None:
-    """A block or a sequence emits its tokens without those that were given; a free canvas has none."""
+    """A block or a sequence emits its tokens without the given ones; a free canvas has none."""
     result = torch.arange(len(num_given) * LENGTH).view(-1, LENGTH)
     for layout in (*BLOCKS, *SEQUENCES):
         emitted = layout(LENGTH).emitted(result, torch.tensor(num_given))
@@ -172,7 +172,7 @@ def test_emitted(num_given: list[int]) -> None:
 
 
 def test_num_final() -> None:
-    """A verified draft ends with the first disagreement, whatever agrees after it, and never beyond the canvas's rows."""
+    """A verified draft ends with the first disagreement, within the canvas's rows."""
     canvas = torch.tensor([[1, 2, 3, 4]] * 6)
     drawn = torch.tensor(
         [[2, 3, 4, 9], [2, 3, 4, 9], [2, 9, 4, 9], [9, 3, 4, 9], [2, 3, 4, 9], [2, 3, 4, 9]]
@@ -185,7 +185,7 @@ def test_num_final() -> None:
 
 
 def test_shift() -> None:
-    """A row draws its own position's token, or that of a later one: in a step, in a commit, and of known tokens."""
+    """A row draws the token of its own position or of a later one, by the state of its slot."""
     position = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 0])
     committed = torch.tensor([False] * 4 + [True] * 4 + [False])
     seeding = torch.tensor([False] * 8 + [True])
@@ -200,7 +200,7 @@ def test_shift() -> None:
 
 
 def test_seed_position() -> None:
-    """The row that draws a canvas's first token is the last one of the canvas before it that is emitted."""
+    """The last emitted row of a canvas draws the first token of the next one."""
     num_final = torch.tensor([0, 1, 3, LENGTH], dtype=torch.int32)
     for layout in (SeededBlock, VerifiedDraft):
         assert layout(LENGTH).seed_position(num_final).tolist() == [0, 0, 2, LENGTH - 1]

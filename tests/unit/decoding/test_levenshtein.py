@@ -1,4 +1,4 @@
-"""LLaDA2.2's rule, against its published loop on the same logits."""
+"""Tests of LLaDA2.2's rule against its published loop on the same logits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Script = Callable[[Sequence[int]], Tensor]
 
 
 def memory_of(num_slots: int, length: int, cap: int) -> dict[str, Tensor]:
-    """As it is when a canvas begins."""
+    """Return the memory at the start of a canvas."""
     widths = {"canvas": (), "position": (length,), "step": (cap,)}
     return {
         name: torch.zeros(num_slots, *widths[memory.per], dtype=memory.dtype)
@@ -44,7 +44,7 @@ def memory_of(num_slots: int, length: int, cap: int) -> dict[str, Tensor]:
 def decoded(
     scripts: Sequence[Script], given_tokens: Sequence[Sequence[int]], length: int, **chosen: float
 ) -> tuple[list[list[int]], list[int], list[bool]]:
-    """Blocks decoded together: their tokens, steps, and whether the last one's keys are final."""
+    """Decode blocks together; return tokens, steps, and whether the last block's keys are final."""
     R, cap = len(scripts), int(chosen.pop("max_steps_per_block", 40))
     values = PUBLISHED | {"reveal_steps": length} | chosen
     canvas = torch.full((R, length), MASK)
@@ -96,13 +96,13 @@ def decoded(
 def published(
     script: Script, given_tokens: Sequence[int], length: int, **chosen: float
 ) -> tuple[list[int], int, bool]:
-    """The same of the published loop, one block alone."""
+    """Return the same values of the published loop for one block alone."""
     arguments: dict[str, float] = {"max_steps_per_block": 40, "steps": length}
     names = {"reveal_threshold": "threshold", "reveal_steps": "steps"}
     arguments |= {names.get(name, name): value for name, value in chosen.items()}
 
     def whole(ids: Sequence[int]) -> Tensor:
-        # What follows the block only says whether the block is forwarded again.
+        # What follows the block only decides whether the block is forwarded again.
         rows = script(ids[:length])
         return torch.cat([rows, rows])[: len(ids)]
 
@@ -123,7 +123,7 @@ def published(
 
 
 def moody(seed: int, gain: float, operations: float) -> Script:
-    """Says something else of every block that it sees; likes DELETE and SPLIT that much more."""
+    """Predict other tokens for every new block, with a preference for DELETE and SPLIT."""
 
     def script(tokens: Sequence[int]) -> Tensor:
         generator = torch.Generator().manual_seed(hash((seed, *tokens)) % 2**40)
@@ -135,7 +135,7 @@ def moody(seed: int, gain: float, operations: float) -> Script:
 
 
 def stubborn(seed: int, operations: float) -> Script:
-    """Swings between two opinions of each position, which brings blocks back."""
+    """Alternate between two predictions of each position, which repeats earlier blocks."""
     generator = torch.Generator().manual_seed(seed)
     opinions = 3 * torch.randn(2, 16, VOCAB, generator=generator)
     opinions[..., [DELETE, SPLIT]] += operations
@@ -165,7 +165,7 @@ def stubborn(seed: int, operations: float) -> Script:
     st.sampled_from([1, 5, 40]),
 )
 def test_the_published_loop(blocks, threshold, editing, max_post_steps, reveal_steps, cap):
-    """The same tokens after as many steps, whoever else is decoded; and the same passes to commit."""
+    """The rule gives the loop's tokens, steps and commits, whatever else is decoded with it."""
     length = 6
     scripts = [
         moody(seed, 2.0, operations) if mood == "moody" else stubborn(seed, operations)
@@ -187,7 +187,7 @@ def test_the_published_loop(blocks, threshold, editing, max_post_steps, reveal_s
 
 
 def certain(canvas: Tensor, said: Tensor, **changes: Any) -> StepInputs:
-    """One step in which every position says something with certainty, or else token 5 or 6."""
+    """Return one step with certain tokens at all positions, or else token 5 or 6."""
     sure = torch.full(canvas.shape, 0.9)
     others = [torch.full_like(said, token) for token in (5, 6)]
     values: dict[str, Any] = {
@@ -203,14 +203,14 @@ def certain(canvas: Tensor, said: Tensor, **changes: Any) -> StepInputs:
 
 
 def decide(inputs: StepInputs, **remembered: Tensor) -> StepDecision:
-    """At the published settings."""
+    """Run a step at the published settings."""
     R, C = inputs.canvas.shape
     chosen = {name: torch.full((R,), value) for name, value in PUBLISHED.items()}
     return RULE.decide(inputs, chosen, memory_of(R, C, 9) | remembered)
 
 
 def test_fixed_positions_do_not_move():
-    """A request may fix any; DELETE and SPLIT move what is between them."""
+    """Fixed positions stay in place, and DELETE and SPLIT move only what is between them."""
     canvas = torch.tensor([[7, 8, 9, 10, 11]] * 2)
     fixed = torch.tensor([[False, False, True, False, False]] * 2)
     said = torch.tensor([[DELETE, 8, 3, 10, 11], [SPLIT, 8, 3, 10, 11]])
@@ -220,7 +220,7 @@ def test_fixed_positions_do_not_move():
 
 
 def test_what_follows_an_end_token_is_no_reason_to_go_on():
-    """Where a canvas is judged up to it; what is emitted behind it is no mask and no operation."""
+    """With judging up to the end token a block stops, and emits no mask or operation after it."""
     canvas = torch.tensor([[7, 9, MASK, MASK]])
     said = torch.tensor([[7, 9, SPLIT, DELETE]])
     inputs = certain(canvas, said, previous_result=canvas, end_tokens=torch.tensor([[9]]))
@@ -232,7 +232,7 @@ def test_what_follows_an_end_token_is_no_reason_to_go_on():
 
 
 def test_a_canvas_that_a_constraint_masks_again_is_done_when_it_repeats():
-    """The frontier is a mask in each step, and what was said there is what was said before."""
+    """A canvas whose frontier stays masked is done when it predicts the same token again."""
     said = torch.tensor([[7, 8, 9, 10]])
     inputs = certain(torch.tensor([[7, MASK, 9, 10]]), said)
     assert not decide(inputs).done.any()
@@ -242,7 +242,7 @@ def test_a_canvas_that_a_constraint_masks_again_is_done_when_it_repeats():
 
 
 def test_a_position_with_one_possible_token():
-    """Has no other choice, so that a step that repeats an earlier one is left as it is."""
+    """A step that repeats an earlier one keeps a position that has only one possible token."""
     canvas, said = torch.tensor([[7, 8]]), torch.tensor([[9, 8]])
     inputs = certain(canvas, said, choices=torch.stack([said] * 3, dim=-1))
     remembered = decide(inputs).memory["fingerprints"]

@@ -1,4 +1,4 @@
-"""The blocks of a whole sequence."""
+"""Tests of the blocks in which a whole sequence is revealed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MASK = 4
 def test_only_the_first_block_is_revealed(
     num_known: int, num_emitted: int, block_length: int, strategy: str, data: st.DataObject
 ) -> None:
-    """What stands after it stays masked, and is no part of what is emitted."""
+    """Positions after the first block stay masked and are not emitted."""
     length = num_known + 3 * block_length
     num_given = num_known + num_emitted * block_length
     end = num_given + block_length

@@ -1,4 +1,4 @@
-"""The rules, against Hugging Face's own classes and by their definitions."""
+"""Tests of the rules against Hugging Face's own classes and against their definitions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MASK = 99
 def entropy_bound(
     given_inputs: StepInputs, stable_steps: torch.Tensor | None = None, **changes: float
 ) -> StepDecision:
-    """DiffusionGemma's rule at its published settings, or others."""
+    """Run DiffusionGemma's rule, at its published settings by default."""
     R = len(given_inputs.canvas)
     chosen = {"entropy_bound": 0.1, "confidence_threshold": 0.005, "stability_threshold": 1}
     if stable_steps is None:
@@ -41,7 +41,7 @@ def entropy_bound(
 def reveal(
     rule: Reveal, given_inputs: StepInputs, threshold: float, strategy: str = DYNAMIC
 ) -> StepDecision:
-    """A masked rule's step, with the same settings for all."""
+    """Run a masked rule's step with the same settings for all requests."""
     R = len(given_inputs.canvas)
     chosen = {
         "reveal_threshold": torch.full((R,), threshold),
@@ -73,7 +73,7 @@ def test_acceptance_is_that_of_transformers(seed, bound, gain):
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 4), st.lists(st.integers(0, 2), min_size=1, max_size=12), st.booleans())
 def test_stopping_is_that_of_transformers(threshold, canvases, confident):
-    """Step by step the same verdict as ``StableAndConfidentStoppingCriteria``."""
+    """Each step stops exactly where ``StableAndConfidentStoppingCriteria`` does."""
     from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
         StableAndConfidentStoppingCriteria,
     )
@@ -97,7 +97,7 @@ def test_stopping_is_that_of_transformers(threshold, canvases, confident):
 
 
 def test_positions_beyond_a_narrow_canvas_do_not_count():
-    """They are not accepted, take nothing from the budget, and do not decide convergence."""
+    """Positions beyond a narrow canvas are not accepted and do not affect convergence."""
     entropy = torch.tensor([[0.05, 0.001, 9.0, 9.0]])
     valid = torch.tensor([[True, True, False, False]])
     argmax = torch.tensor([[1, 2, 3, 4]])
@@ -123,12 +123,12 @@ def test_positions_beyond_a_narrow_canvas_do_not_count():
     st.sampled_from([None, 4]),
 )
 def test_reveal_always_ends(seed, threshold, strategy, steps, sub_block_length):
-    """At least one position is revealed per step and none is masked again: C steps suffice."""
+    """Each step reveals at least one position and masks none again, so C steps suffice."""
     length = 12
     rule = Reveal(MASK, sub_block_length=sub_block_length)
     generator = torch.Generator().manual_seed(seed)
     canvas = torch.full((2, length), MASK)
-    # A prompt may hold the mask token, which is no mask there.
+    # A prompt may hold the mask token, which is not a mask there.
     fixed = torch.zeros(2, length, dtype=torch.bool)
     fixed[1, :2] = True
     for step in range(length):
@@ -163,7 +163,7 @@ def test_reveal_always_ends(seed, threshold, strategy, steps, sub_block_length):
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("num_masks", [32, 16, 5])
 def test_the_schedule_of_bd3lm(num_masks: int, compiled: bool) -> None:
-    """For every number of steps each step reveals as many masks as the published float32 arithmetic says."""
+    """Each step reveals as many masks as the published float32 arithmetic prescribes."""
     rule = Reveal(MASK, spreads_masks=True, rounds_to_even=True)
     num_least = torch.compile(rule.num_least) if compiled else rule.num_least
     max_steps = torch.arange(1, 2 * 32 + 1, dtype=torch.int32)
@@ -220,7 +220,7 @@ _SIXTEENTHS = st.integers(0, 48).map(lambda n: n / 16)
 @settings(max_examples=75, deadline=None)
 @given(st.data(), st.sampled_from([None, 3]), st.booleans())
 def test_orders_of_one_batch(data, sub_block_length, spreads_masks):
-    """Each request reveals what its own strategy and budget say, in any company."""
+    """Each request reveals by its own strategy and budget, whatever else is in the batch."""
     R, C = len(STRATEGIES) + 2, 7
 
     def table(element):
@@ -279,7 +279,7 @@ def test_orders_of_one_batch(data, sub_block_length, spreads_masks):
 
 @pytest.mark.parametrize(("budget", "num_revealed"), [(0.0, 2), (0.25, 3), (0.5, 3), (0.75, 4)])
 def test_budget_without_the_largest(budget, num_revealed):
-    """The largest entropy costs nothing; a budget of 0 still reveals it after certain masks."""
+    """The largest entropy costs nothing, so a budget of 0 still reveals it after certain masks."""
     decision = Reveal(MASK).decide(
         step_inputs(canvas=torch.full((1, 4), MASK), entropy=torch.tensor([[9.0, 0.5, 0.0, 0.25]])),
         {
@@ -294,7 +294,7 @@ def test_budget_without_the_largest(budget, num_revealed):
 
 
 def test_an_end_with_no_mask_before_it_ends_the_canvas():
-    """If the family says so, or the server; the prompt's own end tokens end nothing."""
+    """If family or server ask for it, a drawn end token ends the canvas; the prompt's do not."""
     canvas = torch.tensor([[3, MASK, MASK, MASK], [3, MASK, MASK, MASK], [9, MASK, MASK, MASK]])
     given_inputs = step_inputs(
         canvas=canvas,

@@ -1,4 +1,4 @@
-"""LLaDA2.2's experts by block, against the gate of the published code in PyTorch."""
+"""Tests of LLaDA2.2's experts by block against the gate of the published PyTorch code."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def gate_and_router():
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 5])
 def test_the_published_gate(num_blocks):
-    """The same experts with the same weights; a block restricts some token's choice."""
+    """The router chooses the published gate's experts with the same weights."""
     gate, router = gate_and_router()
     logits = torch.randn(num_blocks * BLOCK, EXPERTS, generator=torch.Generator().manual_seed(2))
     weights, chosen = router.select_experts(hidden_states=logits, router_logits=logits)
@@ -64,7 +64,7 @@ def test_the_published_gate(num_blocks):
 
 @pytest.mark.parametrize("num_padding", [1, BLOCK - 1, BLOCK, 3 * BLOCK + 2])
 def test_padding_changes_nothing(num_padding):
-    """Rows behind the last request's, whatever they hold and however many they are."""
+    """Padded rows after the last request's rows change nothing, whatever they hold."""
     _, router = gate_and_router()
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(2 * BLOCK, EXPERTS, generator=generator)
@@ -78,6 +78,6 @@ def test_padding_changes_nothing(num_padding):
 
 
 def test_no_kernel_routes_by_itself():
-    """What vLLM asks before it chooses one."""
+    """The router makes vLLM choose a kernel that does not route by itself."""
     _, router = gate_and_router()
     assert not router.supports_monolithic_kernels

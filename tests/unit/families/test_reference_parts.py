@@ -1,4 +1,4 @@
-"""What the published loops share, worked out by hand, and the tiny models that they run."""
+"""Tests of the parts that the published loops share, and of the tiny models, worked out by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.families.llada2_model import Gate
     ],
 )
 def test_threshold(loop, prompt_length, num_at_once, num_masks, is_strict):
-    """A probability of exactly the threshold is above it, or not; below it the best mask goes alone."""
+    """A loop reveals masks above its threshold, equal included or not, or else the best alone."""
     even = scripts.constant([scripts.row(10, 0.5, second=11)] * 9)
     for threshold, is_above in ((0.49, True), (0.5, not is_strict), (0.51, False)):
         result = loop(even, prompt_ids=[30] * prompt_length, threshold=threshold)
@@ -34,10 +34,10 @@ def _gate(**config: int) -> Gate:
 
 
 def test_gate() -> None:
-    """The bias chooses groups and experts; the weights are the plain scores, normalised, scaled.
+    """The bias chooses groups and experts, and the weights are the normalized, scaled plain scores.
 
-    Two groups of two experts, one group and one expert of it taken... by hand: group 1 has the
-    best sum only with its bias, and in it expert 2 the best biased score.
+    Of two groups of two experts, one group and one of its experts are chosen. By hand: group 1 has
+    the best sum only with its bias, and in it expert 2 the best biased score.
     """
     gate = _gate(n_group=2, topk_group=1, num_experts=4, num_experts_per_tok=2)
     scores = torch.tensor([0.9, 0.8, 0.5, 0.4])
@@ -49,10 +49,10 @@ def test_gate() -> None:
 
 
 def test_gate_per_block() -> None:
-    """A block's experts are the best of any of its tokens; each token chooses among them.
+    """A block's experts are the best of any of its tokens, and each token chooses among them.
 
-    Token 0 likes experts 0 and 1, token 1 expert 2 most of all: with room for two, expert 2 and
-    expert 0 are in, so token 0 takes 0 and then 2, not 1.
+    Token 0 prefers experts 0 and 1, and token 1 prefers expert 2 above all. With room for two,
+    expert 2 and expert 0 are in, so token 0 takes 0 and then 2, not 1.
     """
     sizes = {"n_group": 2, "topk_group": 1, "num_experts": 3, "num_experts_per_tok": 2}
     gate = _gate(**sizes, expert_capacity=2, block_size=2)

@@ -1,6 +1,6 @@
-"""The published loops do what the publishers' do: small cases worked out by hand.
+"""The published loops do what the publishers' do in small cases worked out by hand.
 
-That the engine's tokens are a loop's, in every setting, is held by tests/integration/families.
+tests/integration/families checks that the engine's tokens are a loop's, in every setting.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from tests.support.families.scripts import (
 
 
 def test_llada2_steps():
-    """Fewer steps reveal more each."""
+    """Fewer steps reveal more masks in each."""
     result = llada2_0_loop(decreasing(8), threshold=1.0, steps=2)
     assert result.revealed == [0] * 4 + [1] * 4
 
 
 def test_llada2_end_token_of_2_0():
-    """One that is revealed before what stands before it waits for its block."""
+    """An end token that is revealed before earlier masks waits for the end of its block."""
     rows = [row(10 + i, 0.9 - 0.05 * i) for i in range(16)]
     rows[1] = row(END, 0.85)
     result = llada2_0_loop(constant(rows), gen_length=16, threshold=0.95)
@@ -48,7 +48,7 @@ def test_llada2_end_token_of_2_0():
 
 
 def test_llada2_ends_with_a_step_that_changes_nothing():
-    """That step ran on the final tokens: its KV is final, and no pass commits."""
+    """A step that changes nothing leaves final keys and values, so no pass commits."""
     result = llada2_1_loop(
         constant([row(10, 0.9)] * 12), gen_length=12, threshold=0.5, editing_threshold=0.5
     )
@@ -62,7 +62,7 @@ def test_llada2_ends_with_a_step_that_changes_nothing():
     ("editing_threshold", "expected"), [(0.0, 20), (0.19, 20), (0.21, 10), (0.9, 10)]
 )
 def test_llada2_editing(editing_threshold, expected):
-    """A decided token gives way to a likelier one above the threshold; one of 0 edits too."""
+    """A decided token is replaced by a likelier one above the threshold, also at threshold 0."""
 
     def script(ids: Sequence[int]) -> Tensor:
         first = row(10, 0.9) if MASK in ids else row(20, 0.2)
@@ -75,7 +75,7 @@ def test_llada2_editing(editing_threshold, expected):
 
 
 def test_llada2_editing_threshold_is_strict():
-    """Exactly the threshold does not edit."""
+    """A probability of exactly the threshold does not edit a token."""
 
     def script(ids: Sequence[int]) -> Tensor:
         said = row(10, 0.9) if MASK in ids else row(20, 0.5, second=21)
@@ -99,7 +99,7 @@ def test_llada2_editing_threshold_is_strict():
     ],
 )
 def test_llada22_apply_edits(written, expected, marks):
-    """DELETE shifts left and fills up; SPLIT restores the old token behind a new mask."""
+    """DELETE shifts left and fills up; SPLIT restores the old token after a new mask."""
     tokens, original = llada2.apply_edits(
         written,
         [20, 21, 22, 23],
@@ -114,7 +114,7 @@ def test_llada22_apply_edits(written, expected, marks):
 
 
 def test_llada22_final_round():
-    """A first token that always wants to be deleted: the last post step takes its second choice."""
+    """If the first token is always to be deleted, the last step takes its second choice."""
 
     def script(ids: Sequence[int]) -> Tensor:
         rows = [row(10 + i, 0.95) for i in range(4)]
@@ -126,12 +126,12 @@ def test_llada22_final_round():
     assert DELETE not in result.tokens
     assert MASK not in result.tokens
     assert result.tokens[0] == 30
-    # Filled, three rounds without first masks of which the last is final, and no more.
+    # Filled, three rounds without first masks, the last of which is final, and no more.
     assert result.count("denoise") <= 1 + 2 * 3
 
 
 def test_llada22_anti_loop():
-    """A result that was seen before is left by the least certain change's second choice."""
+    """A repeated result is avoided by the second choice of the least certain change."""
 
     def script(ids: Sequence[int]) -> Tensor:
         # The first token swings between 10 and 11; 12 is the second choice in the swing back.
@@ -148,7 +148,7 @@ def test_llada22_anti_loop():
 
 
 def test_nemotron_even_schedule():
-    """Without a threshold one mask a step: a block less its seed, and one commit."""
+    """Without a threshold each step reveals one mask, and one more pass commits the block."""
     result = nemotron_loop(decreasing(17), [30], max_new_tokens=16)
     assert blocks(result, "denoise") == [7, 7]
     assert blocks(result, "commit") == [1, 1]
@@ -156,7 +156,7 @@ def test_nemotron_even_schedule():
 
 
 def test_nemotron_probability_has_no_temperature():
-    """Candidates get the temperature, confidence does not."""
+    """The temperature changes candidates and not their confidence."""
     even = constant([row(10, 0.5, second=11)] * 9)
     result = nemotron_loop(even, [30], threshold=0.5, temperature=5.0, sample=run.keyed_sample(1))
     assert result.count("denoise") == 1
@@ -164,7 +164,7 @@ def test_nemotron_probability_has_no_temperature():
 
 
 def test_nemotron_end_token():
-    """A block ends at an end token with no mask before it, is committed, and cut behind it."""
+    """A block ends at an end token with no mask before it, is committed, and is cut after it."""
     rows = [row(10 + i, 0.9 - 0.05 * i) for i in range(9)]
     rows[3] = row(END, 0.99)
     result = nemotron_loop(
@@ -178,9 +178,9 @@ def test_nemotron_end_token():
 
 
 def test_nemotron_linear_spec_accepts_what_agrees():
-    """A model that says i at position i + 1 of a draft, and before it: the whole block is kept.
+    """A model that predicts i at position i + 1, in a draft and before it, keeps the whole block.
 
-    Row p of the causal pass says p + 11; a draft's row p says p + 10, which is the same token.
+    Row p of the causal pass predicts p + 11; a draft's row p predicts p + 10, the same token.
     """
 
     def script(ids: Sequence[int]) -> Tensor:
@@ -195,7 +195,7 @@ def test_nemotron_linear_spec_accepts_what_agrees():
 
 
 def test_stable_diffcoder_schedule():
-    """Without a threshold, an even number of masks a step; fewer steps take more each."""
+    """Without a threshold each step reveals the same number of masks."""
     result = stable_diffcoder_loop(decreasing(8), threshold=None)
     assert result.revealed == [0, 1, 2, 3] * 2
     result = stable_diffcoder_loop(decreasing(8), threshold=None, steps=4)
@@ -203,7 +203,7 @@ def test_stable_diffcoder_schedule():
 
 
 def test_stable_diffcoder_end_token():
-    """A full block with one ends without a commit, filled with it to its end."""
+    """A full block with an end token is filled with it up to its end and needs no commit."""
     rows = [row(10, 0.99)] * 8
     rows[1] = row(END, 0.99)
     result = stable_diffcoder_loop(constant(rows), eos_id=END)
@@ -212,7 +212,7 @@ def test_stable_diffcoder_end_token():
 
 
 def test_dream_reasoner_steps():
-    """One a position, and one alone for the most confident, unless the call says otherwise."""
+    """By default each position takes one step, which reveals the most confident mask alone."""
     script = decreasing(8, first=0.97)
     assert dream_reasoner_loop(script).revealed == [0, 0, 1, 2, 3, 4, 5, 6]
     static = {"remasking_strategy": "low_confidence_static"}
@@ -224,7 +224,7 @@ def test_dream_reasoner_steps():
 @pytest.mark.parametrize("strategy", ["dynamic", "static", "sequential"])
 @pytest.mark.parametrize("num_given", [0, 1, 5])
 def test_dream_reasoner_last_step_leaves_no_mask(strategy, num_given):
-    """Its number of the schedule is all that is left, wherever in a block the prompt ends."""
+    """The last step reveals all masks that are left, wherever in a block the prompt ends."""
     name = strategy if strategy == "sequential" else f"low_confidence_{strategy}"
     for steps in range(1, 10):
         result = dream_reasoner_loop(
@@ -239,7 +239,7 @@ def test_dream_reasoner_last_step_leaves_no_mask(strategy, num_given):
 
 
 def test_mineru_blocks():
-    """They begin where the prompt ends, and the last one is what is left; a threshold reveals what is above it."""
+    """Blocks begin where the prompt ends, and the last one may be shorter."""
     loop = {"mask_id": MASK, "gen_length": 6, "block_length": 4, "denoising_steps": 4}
     result = mineru.generate(decreasing(9), [30] * 3, temperature=0, **loop)
     assert result.tokens == [13, 14, 15, 16, 17, 18]

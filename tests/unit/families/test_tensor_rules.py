@@ -1,4 +1,4 @@
-"""Start-up's rules of tensors, against the tiny checkpoints and what was found of the published files."""
+"""Tests of the rules of tensors at start-up, against tiny checkpoints and published files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.engine
 
 
 def shapes_of(config: dict[str, Any]) -> dict[str, Shape]:
-    """The rules' tensors of a ``config.json``, experts one by one."""
+    """Return the shapes by the rules for a ``config.json``, with experts one by one."""
     from transformers import LlamaConfig
 
     family = next(one for one in FAMILIES if one.architecture == config["architectures"][0])
@@ -28,7 +28,7 @@ def shapes_of(config: dict[str, Any]) -> dict[str, Shape]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_names_and_shapes(name: str) -> None:
-    """All tensors of a checkpoint and no other, under the published names."""
+    """The rules name exactly the tensors of a checkpoint, under the published names."""
     model = CASES[name].make()
     held = {name: tuple(tensor.shape) for name, tensor in model.tensors().items()}
     assert shapes_of(model.config) == held
@@ -36,7 +36,7 @@ def test_names_and_shapes(name: str) -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_figures(name: str) -> None:
-    """As many tensors, bytes and parameters as the files and the cards say."""
+    """The rules give the published numbers of tensors, bytes and parameters."""
     published = PUBLISHED[name]
     shapes = shapes_of(published.config)
     num_parameters = sum(math.prod(shape) for shape in shapes.values())
@@ -48,7 +48,7 @@ def test_published_figures(name: str) -> None:
 
 
 def test_names_of_llada_in_lists_of_modules() -> None:
-    """A quantised checkpoint names modules, which end where a tensor's name goes on."""
+    """The names in a quantized checkpoint's lists match whole modules, not parts of a name."""
     from vllm_diffusion.families.llada.model import LLaDAModelLM
 
     blocks = "model.transformer.blocks.3"

@@ -1,4 +1,4 @@
-"""What takes the place of something of vLLM's."""
+"""Tests of how functions and values of vLLM's are replaced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_diffusion.hooks.replacement import replaces, replaces_call
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """A module with a class and a value, importable as ``engine``."""
+    """Return a module with a class and a value, importable as ``engine``."""
     module = types.ModuleType("engine")
 
     class Runner:
@@ -28,7 +28,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 
 def test_install_twice(engine: Any) -> None:
-    """Ours is put in place once, calls what was there, and shows its signature."""
+    """A replacement is installed once, calls the original, and shows its signature."""
 
     @replaces("engine:Runner.sample", reason="Test.", until="Test.")
     def adding(stock: Callable[..., int], addend: int) -> Callable[..., int]:
@@ -44,7 +44,7 @@ def test_install_twice(engine: Any) -> None:
 
 
 def test_install_call_twice(engine: Any) -> None:
-    """Ours is called with vLLM's, what was given at its installation, and the call's arguments."""
+    """A replacement gets vLLM's method, the values of its installation and the call's arguments."""
 
     @replaces_call("engine:Runner.sample", reason="Test.", until="Test.")
     def adding(stock: Callable[..., int], addend: int, self: Any, rows: int = 0) -> int:
@@ -58,7 +58,7 @@ def test_install_call_twice(engine: Any) -> None:
 
 
 def test_install_value_twice(engine: Any) -> None:
-    """A value is replaced once; if vLLM's is back in place, again."""
+    """A value is replaced once, and again if vLLM's has been put back."""
 
     @replaces("engine:PREFIXES", reason="Test.", until="Test.")
     def longer(stock: tuple[str, ...]) -> tuple[str, ...]:
@@ -73,7 +73,7 @@ def test_install_value_twice(engine: Any) -> None:
 
 
 def test_install_on_instance(engine: Any) -> None:
-    """One object's method is replaced once, and no other object's."""
+    """The method of one object is replaced once, and that of no other object."""
 
     @replaces("engine:Runner.sample", reason="Test.", until="Test.")
     def doubling(stock: Callable[..., int]) -> Callable[..., int]:

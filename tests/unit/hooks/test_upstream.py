@@ -1,4 +1,4 @@
-"""The file of what is relied on of vLLM: found by a scan, compared with the vLLM that is installed."""
+"""Tests of the list of vLLM's symbols that are relied on, and of its comparison with vLLM."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.mark.slow
 def test_scan(tmp_path: Any) -> None:
-    """A scan in a fresh process finds what the committed file holds, no more and no less."""
+    """A scan in a fresh process finds exactly the symbols of the committed file."""
     path = tmp_path / "signatures.json"
     script = (
         "from pathlib import Path; from tests.support import vllm_symbols;"
@@ -35,7 +35,7 @@ def test_scan(tmp_path: Any) -> None:
 
 
 def test_replacements_are_explained() -> None:
-    """Each replacement has its reason and what would end it, in a sentence each."""
+    """Each replacement has a sentence for its reason and one for what would end it."""
     replaced = [symbol for symbol in upstream.read_symbols() if symbol.use == "replaced"]
     assert replaced
     for symbol in replaced:
@@ -44,7 +44,7 @@ def test_replacements_are_explained() -> None:
 
 
 def test_symbols_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's CPU worker is looked at on a CPU platform only."""
+    """vLLM's CPU worker is checked only on a CPU platform."""
     from vllm.platforms import current_platform
 
     assert any("cpu_worker" in symbol.path for symbol in upstream.symbols_here())
@@ -55,7 +55,7 @@ def test_symbols_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit status 0 and a count; 1 and the difference where a symbol moved."""
+    """The command exits with 0 and a count, or with 1 and the difference of each moved symbol."""
     assert command.main() == 0
     symbols = upstream.read_symbols()
     total = len(symbols)
@@ -77,7 +77,7 @@ def test_missing_package() -> None:
 def test_a_module_that_names_what_an_optional_package_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As vLLM's executor of Ray without Ray: nothing has moved, and a server starts."""
+    """A symbol whose annotation needs a missing package, such as Ray, has not moved."""
     (tmp_path / "annotated_by_ray.py").write_text(
         "class Handle:\n    reference: ObjectRef | None\n"
     )

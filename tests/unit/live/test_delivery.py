@@ -1,4 +1,4 @@
-"""What the API process takes out of the engine's outputs, and what it leaves to vLLM."""
+"""Tests of what the API process takes out of the engine's outputs, and what it leaves to vLLM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.engine
 
 
 class _State:
-    """As much of a request's state as takes a report."""
+    """The part of a request's state that receives a report."""
 
     def __init__(self) -> None:
         self.reports: list[RequestReport] = []
@@ -28,7 +28,7 @@ class _State:
 def processed(
     output: EngineCoreOutput, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[Any], _State]:
-    """Return the outputs that vLLM's own processor sees of one, and the state of its request."""
+    """Return the outputs that vLLM's processor gets for one output, and the request's state."""
     seen: list[Any] = []
     monkeypatch.setattr(
         OutputProcessor, "process_outputs", lambda self, outputs: seen.extend(outputs)
@@ -45,7 +45,7 @@ def processed(
 def test_experts_of_another_model(
     dtype: str, reason: FinishReason | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine of another model in the same process returns the experts of its tokens unchanged."""
+    """Another model's engine in the process returns the experts of its tokens unchanged."""
     experts = np.arange(12).reshape(2, 3, 2).astype(dtype)
     output = EngineCoreOutput("a", [5], routed_experts=experts, finish_reason=reason)
     seen, state = processed(output, monkeypatch)
@@ -58,7 +58,7 @@ def test_experts_of_another_model(
 def test_a_report_is_taken_out(
     tokens: list[int], is_seen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The request's state gets a report, and vLLM an output that has none, if it has tokens."""
+    """The request gets the report, and vLLM an output without it if there are tokens."""
     report = RequestReport(step_map=[1, 2])
     output = EngineCoreOutput("a", tokens, routed_experts=report.encode())
     seen, state = processed(output, monkeypatch)

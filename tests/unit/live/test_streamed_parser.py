@@ -1,4 +1,4 @@
-"""A stream says what a whole answer says, in whatever order marks come and however deltas are cut."""
+"""A stream has the parts of the whole answer, for any order of marks and any cut of deltas."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def a_request(**fields: Any) -> Any:
 
 
 def whole(family: Family, request: Any, tokens: list[int]) -> tuple[Any, ...]:
-    """Thought, text and calls of vLLM's own whole answer."""
+    """Return thought, text and calls of vLLM's own whole answer."""
     detokenizer = family.detokenizer()
     detokenizer.update(tokens, True)
     parser = family.parser(family.stock, request)
@@ -121,7 +121,7 @@ def streamed(
     *,
     looks_ahead: bool = False,
 ) -> tuple[Any, ...]:
-    """The same put together from the deltas of a stream, as the chat endpoint makes them."""
+    """Return the same parts from the deltas of a stream, as the chat endpoint makes them."""
     parser = family.parser(cls, request)
     answer = ChatStreamProcessor(request, parser, enable_auto_tools=True, parser_cls=cls)
     detokenizer = family.detokenizer()
@@ -157,7 +157,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("width", [1, 2, 7, 32, 1000])
 def test_every_order_of_marks(width: int, family: Family) -> None:
-    """Thought, text, calls and the number of thought tokens are the whole answer's in every order."""
+    """A stream has the whole answer's thought, text, calls and number of thought tokens."""
     request = a_request()
     for size in (1, 2, 3):
         for order in permutations(family.pieces, size):
@@ -168,7 +168,7 @@ def test_every_order_of_marks(width: int, family: Family) -> None:
 
 @pytest.mark.parametrize("width", [2, 7])
 def test_looking_ahead_changes_nothing(width: int, family: Family) -> None:
-    """A copy of a parser that reads on, as for a frame, leaves the answer's own parser as it is."""
+    """A copy of a parser that reads ahead for a frame does not change the parser itself."""
     request = a_request()
     for order in permutations(family.pieces, 2):
         tokens = family.tokens(order)

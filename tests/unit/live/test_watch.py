@@ -1,4 +1,4 @@
-"""Frames, step maps and outputs in order, and the tokens of a frame."""
+"""Tests of the order of frames, step maps and outputs, and of the tokens of a frame."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def frame(step: int, block: int = 0, index: int = 0) -> CanvasFrame:
 
 
 def test_slow_reader_misses_frames_and_nothing_else() -> None:
-    """Of many frames the newest are left; step maps and tokens all are, in their places."""
+    """A slow reader gets the newest frames, and all step maps and tokens in order."""
     inbox = Inbox()
     for step in range(1, 1001):
         inbox.put(frame(step))
@@ -71,13 +71,13 @@ def test_slow_reader_misses_frames_and_nothing_else() -> None:
 
 
 def test_prompts_are_numbered_as_they_were_named() -> None:
-    """By name where the caller knows names, else as they come."""
+    """Prompts are numbered by their names if the caller names them, or else in order."""
     named = Inbox(["b", "a"])
     assert [named.prompt_index(name) for name in ("a", "b", "c")] == [1, 0, 2]
 
 
 def test_an_inbox_is_its_call_alone() -> None:
-    """A request that another task adds meanwhile does not find it."""
+    """A request that another task adds meanwhile does not use the inbox of this call."""
 
     async def adds() -> Inbox | None:
         await asyncio.sleep(0)
@@ -96,13 +96,13 @@ def test_an_inbox_is_its_call_alone() -> None:
 
 
 def answered(block: int, *, finished: bool = False) -> RequestOutput:
-    """As the output processor makes it of a canvas's tokens."""
+    """Return an output as the output processor makes it of a canvas's tokens."""
     completion = CompletionOutput(0, f"canvas {block};", [block], None, None)
     return RequestOutput("x", None, [1], None, [completion], finished)
 
 
 async def engine(rounds: Sequence[Sequence[object]], log: list[str]) -> AsyncGenerator[Any, None]:
-    """As ``AsyncLLM.generate``: what each round brings is there before the reader looks again."""
+    """Yield outputs like ``AsyncLLM.generate``, with each round whole before the reader looks."""
     inbox = open_inbox()
     assert inbox is not None
     collector = RequestOutputCollector(RequestOutputKind.DELTA, "x")
@@ -131,7 +131,7 @@ async def engine(rounds: Sequence[Sequence[object]], log: list[str]) -> AsyncGen
 
 
 def rounds_of(num_canvases: int, size: int) -> list[list[object]]:
-    """An answer's frames, two of each canvas, and tokens, of which ``size`` come at once."""
+    """Return an answer's two frames per canvas and its tokens, ``size`` at a time."""
     items: list[object] = []
     for block in range(num_canvases):
         is_last = block == num_canvases - 1
@@ -147,13 +147,13 @@ def named(items: Iterable[object]) -> list[object]:
 
 
 async def texts(outputs: AsyncIterator[Any]) -> AsyncGenerator[str, None]:
-    """A server's stream."""
+    """Return the stream of a server."""
     async for output in outputs:
         yield output.outputs[0].text
 
 
 def watched(outputs: AsyncGenerator[Any, None], *, has_stream: bool) -> AsyncGenerator[Any, None]:
-    """Outputs and frames, as Python or a client over HTTP reads them."""
+    """Return outputs and frames as Python or a client over HTTP reads them."""
     return _with_events(texts, outputs, chunks()) if has_stream else watch_async(outputs)
 
 
@@ -166,7 +166,7 @@ ORDER = [x for b in range(5) for x in ((b, 1), (b, 2), f"canvas {b};")]
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 15])
 def test_each_canvas_is_shown_before_its_tokens_and_behind_the_last_one(size: int) -> None:
-    """However much has come since the reader looked: nothing is merged, nothing is left."""
+    """Each canvas is shown before its own tokens and after those of the last one."""
 
     async def run() -> list[object]:
         return named([item async for item in watch_async(engine(rounds_of(5, size), []))])
@@ -177,7 +177,7 @@ def test_each_canvas_is_shown_before_its_tokens_and_behind_the_last_one(size: in
 @pytest.mark.parametrize("size", [1, 4, 15])
 @pytest.mark.parametrize("withheld", [0, 1, 4])
 def test_frames_have_their_place_in_a_stream(size: int, withheld: int) -> None:
-    """Also where the stream begins with something else, or says nothing of some canvases."""
+    """Frames are in order in a stream that begins with other events or omits canvases."""
 
     async def stream(outputs: AsyncIterator[Any]) -> AsyncGenerator[str, None]:
         is_first = True
@@ -210,7 +210,7 @@ def test_frames_have_their_place_in_a_stream(size: int, withheld: int) -> None:
 
 @pytest.mark.parametrize("has_stream", [False, True], ids=["Python", "HTTP"])
 def test_whoever_stops_watching_stops_the_request(has_stream: bool) -> None:
-    """As with the outputs alone: their iterator is closed."""
+    """Closing the iterator of frames stops the request, as with the outputs alone."""
 
     async def run(num_read: int) -> list[str]:
         log: list[str] = []
@@ -225,7 +225,7 @@ def test_whoever_stops_watching_stops_the_request(has_stream: bool) -> None:
 
 
 def test_a_client_that_is_gone_stops_the_request() -> None:
-    """The server cancels the task that reads the stream, wherever it is."""
+    """A server that cancels the task that reads the stream stops the request."""
 
     async def run() -> list[str]:
         log: list[str] = []
@@ -243,7 +243,7 @@ def test_a_client_that_is_gone_stops_the_request() -> None:
 
 @pytest.mark.parametrize("has_stream", [False, True], ids=["Python", "HTTP"])
 def test_an_error_is_raised(has_stream: bool) -> None:
-    """What goes wrong reaches whoever watches."""
+    """An error of the engine is raised to the watcher."""
 
     async def run() -> None:
         rounds = [[frame(1), answered(0)], [ValueError("gone")]]
@@ -268,7 +268,7 @@ def frame_of_tokens(
 
 
 def test_tokens() -> None:
-    """One text a position, special tokens spelled; none unless they are asked for, or cannot be."""
+    """A frame has one text per position if it is requested and there is a tokenizer."""
     folder = shipped_checkpoint()
     file = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids = list(range(file.get_vocab_size()))

@@ -1,4 +1,4 @@
-"""A request's own arguments: what they may be, and how they reach the other processes."""
+"""Tests of the bounds of a request's own arguments, and of their way to the other processes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def configure(section: dict[str, Any]) -> tuple[int, Any]:
 @pytest.mark.parametrize("name", EntropyBound.settings)
 @pytest.mark.parametrize("value", [2**31, 1e39, 1e-46, -1, math.nan, math.inf, True, "1"])
 def test_settings_of_a_server_have_the_same_bounds(name: str, value: Any) -> None:
-    """Refused at start-up if and only if a request is refused for it, by the setting's name."""
+    """A start refuses a setting by name exactly where a request is refused for that value."""
     expected = None
     try:
         parse({PREFIX + name: value})
@@ -60,7 +60,7 @@ def test_settings_of_a_server_have_the_same_bounds(name: str, value: Any) -> Non
 
 @pytest.mark.parametrize("steps", [0, MAX_STEPS.high + 1, 2**31, 8.0, True])
 def test_step_cap_of_a_server(steps: Any) -> None:
-    """A cap that no pass reaches is a request that never ends."""
+    """A start refuses a step cap that no pass reaches, since requests would never end."""
     with pytest.raises(
         ValueError, match=r"max_denoising_steps=.* must be an integer of at least 1"
     ):
@@ -81,7 +81,7 @@ ARGUMENTS = RequestArguments(
 
 @pytest.mark.parametrize("arguments", [ARGUMENTS, RequestArguments()], ids=["all", "none"])
 def test_way_to_the_engine(arguments: RequestArguments) -> None:
-    """Arguments are the same in another process, which makes them a struct once."""
+    """Arguments arrive unchanged in another process, which decodes them once."""
     params = SamplingParams(extra_args={"other": 1})
     attach_arguments(params, arguments)
     assert arguments_of(params) == arguments
@@ -92,21 +92,21 @@ def test_way_to_the_engine(arguments: RequestArguments) -> None:
 
 
 def test_requests_without_arguments() -> None:
-    """vLLM's own requests, those that warm a worker up, have none."""
+    """vLLM's own warm-up requests have no arguments."""
     for params in (None, SimpleNamespace(extra_args=None), SimpleNamespace(extra_args={"a": 1})):
         assert arguments_of(params) == RequestArguments()
 
 
 @pytest.mark.parametrize("sent", [{"read_only": True}, {"max_steps": "x"}, "text", 5], ids=str)
 def test_what_a_client_sends_in_their_place(sent: Any) -> None:
-    """What the engine reads is what was checked, and nothing that a client wrote."""
+    """The engine reads the checked arguments, and nothing that a client puts in their place."""
     params = SamplingParams(max_tokens=64, extra_args={"vllm_diffusion": sent})
     checked(params, diffusion_gemma_spec(32))
     assert arguments_of(params) == RequestArguments()
 
 
 def test_parameters_that_are_used_again() -> None:
-    """``vllm.LLM`` takes the same object for several calls, and its caller may change it in between."""
+    """``vllm.LLM`` accepts parameters again that the caller has changed in between."""
     spec = diffusion_gemma_spec(32)
     params = SamplingParams(max_tokens=64, extra_args={"diffusion_max_steps": 3})
     for _ in range(2):
@@ -134,7 +134,7 @@ def test_parameters_that_are_used_again() -> None:
     ],
 )
 def test_names_of_published_loops(name: str, value: Any, reason: str) -> None:
-    """Ignored, each would be answered by another loop than the one that was asked for."""
+    """An argument of a published loop that is not supported is refused, not ignored."""
     with pytest.raises(VLLMValidationError, match=re.escape(reason)) as caught:
         parse_arguments({name: value}, spec=masked_spec(4), vocab_size=64)
     assert caught.value.parameter == name
@@ -146,5 +146,5 @@ def test_names_of_published_loops(name: str, value: Any, reason: str) -> None:
     ids=str,
 )
 def test_names_that_ask_for_nothing(sent: Any) -> None:
-    """What is off, and what no setting of this model stands for."""
+    """Arguments that are off, or for which the model has no setting, are accepted."""
     assert parse_arguments(sent, spec=masked_spec(4), vocab_size=64) == RequestArguments()

@@ -1,4 +1,4 @@
-"""Whatever of a request passes the door fits the tensor, the message, or the engine that it goes to."""
+"""Every accepted value of a request fits the tensor, message or engine that receives it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ floats = st.one_of(st.floats(), st.floats(-2, 2), st.sampled_from([1e-46, 1e39, 
 
 
 def a_request(**fields: Any) -> SimpleNamespace:
-    """What a request's ``SamplingParams`` hold, without vLLM's checks of them."""
+    """Return what a request's ``SamplingParams`` hold, without vLLM's checks."""
     plain: dict[str, Any] = dict.fromkeys(INTEGERS, 1) | dict.fromkeys(FLOATS, 1.0)
     others = {"seed": None, "n": 1, "logit_bias": None, "repetition_detection": None}
     return SimpleNamespace(**(plain | others | fields))
@@ -47,7 +47,7 @@ def problem_fields(**fields: Any) -> list[str]:
 
 @given(st.sampled_from(INTEGERS), integers)
 def test_integers_that_pass_fit(field: str, value: int) -> None:
-    """The message to the engine, and where the worker takes them as they are, int32."""
+    """Accepted integers fit the message to the engine, and the worker's int32 tensors."""
     if problem_fields(**{field: value}):
         return
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(value)) == value
@@ -58,7 +58,7 @@ def test_integers_that_pass_fit(field: str, value: int) -> None:
 
 @given(integers, st.integers(1, 16384))
 def test_seeds_that_pass_fit(seed: int, n: int) -> None:
-    """Every answer's, which vLLM counts up from the request's."""
+    """The seeds of all answers, which vLLM counts up from the request's, fit."""
     if problem_fields(seed=seed, n=n):
         return
     for own in (seed, seed + n - 1):
@@ -67,7 +67,7 @@ def test_seeds_that_pass_fit(seed: int, n: int) -> None:
 
 @given(st.sampled_from(FLOATS), floats)
 def test_floats_that_pass_stay_finite(field: str, value: float) -> None:
-    """In float32, and with a capped logit of 30 and a bias in the place of the penalised one."""
+    """Accepted floats keep logits, also capped and biased ones, finite in float32."""
     if problem_fields(**{field: value}):
         return
     with np.errstate(over="raise", divide="raise", invalid="raise"):
@@ -80,7 +80,7 @@ def test_floats_that_pass_stay_finite(field: str, value: float) -> None:
 
 @given(floats)
 def test_biases_that_pass_stay_finite(bias: float) -> None:
-    """In float32, where the worker adds them."""
+    """Accepted biases stay finite in float32, in which the worker adds them."""
     if not problem_fields(logit_bias={5: bias}):
         assert np.isfinite(np.float32(bias))
 
@@ -106,7 +106,7 @@ def test_biases_that_pass_stay_finite(bias: float) -> None:
     ids=str,
 )
 def test_problem(field: str, fields: dict[str, Any]) -> None:
-    """Each is named, with what is allowed and what came."""
+    """Every refused value is reported with its field, the allowed range and the value."""
     ((name, reason, value),) = sampling_problems(a_request(**fields))
     assert name == field
     assert "must be between" in reason
@@ -116,7 +116,7 @@ def test_problem(field: str, fields: dict[str, Any]) -> None:
 
 
 def test_repetition_detection() -> None:
-    """Its numbers go to the engine in the same message."""
+    """The integers of repetition detection, in the same message, are bounded too."""
     detection = SimpleNamespace(max_pattern_size=4, min_pattern_size=1, min_count=2)
     assert not problem_fields(repetition_detection=detection)
     for name in vars(detection):
@@ -128,13 +128,13 @@ def test_repetition_detection() -> None:
 
 @pytest.mark.parametrize("value", [0.01, 0.5, 1.1, 2.0, 100.0])
 def test_penalties_in_use_pass(value: float) -> None:
-    """Bounds are for what the device cannot hold, and for nothing that anybody asks for."""
+    """Penalties that people use are accepted, since bounds refuse only what overflows."""
     assert not problem_fields(repetition_penalty=value, seed=2**63 - 1, top_k=2**40)
 
 
 @pytest.mark.parametrize("field", ["stop", "bad_words"])
 def test_long_words(field: str) -> None:
-    """A stop string or bad word of more characters than a tokenizer reads at once is refused by its field."""
+    """A stop string or bad word that is too long for a tokenizer is refused by its field."""
     words = ["a" * MOST_OF_A_WORD, "b" * (MOST_OF_A_WORD + 1)]
     ((named, reason, _),) = problems(SamplingParams(**{field: words}))
     assert named == field
@@ -144,7 +144,7 @@ def test_long_words(field: str) -> None:
 
 @given(st.text())
 def test_text(text: str) -> None:
-    """Every text passes."""
+    """Every text is accepted."""
     params = SamplingParams(stop=[text or "x"], extra_args={text: [text]})
     assert not list(text_problems(params))
 
@@ -159,7 +159,7 @@ def test_text(text: str) -> None:
     ],
 )
 def test_half_of_a_pair(field: str, options: dict[str, Any]) -> None:
-    """What JSON can spell and UTF-8 cannot is named."""
+    """A lone surrogate, which JSON can spell and UTF-8 cannot, is refused by its field."""
     ((named, *_),) = text_problems(SamplingParams(**options))
     assert named == field
 
@@ -215,7 +215,7 @@ def _nested(levels: int) -> Any:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_fields_that_cannot_be_sent(fields, name, words):
-    """They are refused wherever they stand in a body, by the body's field."""
+    """Values that cannot be sent to the engine are refused by their field, wherever they are."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}], **fields}
@@ -226,6 +226,7 @@ def test_fields_that_cannot_be_sent(fields, name, words):
 
 
 def test_fields_that_can_be_sent():
+    """A body with emoji, 64-bit integers and nested objects is accepted."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     check_fields(

@@ -1,4 +1,4 @@
-"""A constraint is read once, by one back end, in time that grows with its length alone."""
+"""A constraint is read once, by one back end, in time linear in its length."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def accepts(params: StructuredOutputsParams, text: str) -> bool:
     ids=str,
 )
 def test_back_end(fields: dict[str, Any], back_end: str) -> None:
-    """Each kind of constraint has one back end, whatever it says."""
+    """Each kind of constraint has one back end, whatever its content."""
     if "structural_tag" in fields:
         content = {"type": "json_schema", "json_schema": RECORD}
         tag = {"type": "tag", "begin": "<a>", "content": content, "end": "</a>"}
@@ -98,7 +98,7 @@ def test_back_end(fields: dict[str, Any], back_end: str) -> None:
 def test_white_space(
     fields: dict[str, Any], config: bool, allowed: list[str], forbidden: list[str]
 ) -> None:
-    """White space between parts is bounded, and says what the request or the server says of it."""
+    """White space between parts is bounded, and allowed as the request or the server sets it."""
     params = read(SimpleNamespace(disable_any_whitespace=config), json=RECORD, **fields)
     assert [accepts(params, text) for text in allowed] == [True] * len(allowed)
     assert [accepts(params, text) for text in forbidden] == [False] * len(forbidden)
@@ -106,7 +106,7 @@ def test_white_space(
 
 @pytest.mark.parametrize("pattern", [".*", "5?", "[^a]", "(", "\\d", "x"])
 def test_white_space_that_is_none(pattern: str) -> None:
-    """A pattern that lets anything but white space between two parts is refused by its name."""
+    """A pattern that allows more than white space between two parts is refused by name."""
     assert "whitespace_pattern" in refusal(json=RECORD, whitespace_pattern=pattern)
 
 
@@ -162,7 +162,7 @@ def test_white_space_that_is_none(pattern: str) -> None:
     ids=lambda value: str(value)[:60],
 )
 def test_refusals(fields: dict[str, Any], words: str) -> None:
-    """What is malformed, too large or not followed is refused with its place or kind and the reason."""
+    """A malformed, too large or unsupported constraint is refused with place and reason."""
     said = refusal(**fields)
     assert words in said
     assert len(said) < 600
@@ -173,7 +173,7 @@ CHOICES = ["a.b", "(x", "a|b", "\\d", "é", "", " y", "a-b", "[z]", "{2}", 'q"r'
 
 @pytest.mark.parametrize("choices", [CHOICES, [f"choice {i}" for i in range(bounds.MOST_CHOICES)]])
 def test_choices(choices: list[str]) -> None:
-    """Each choice is accepted as it is written, and nothing else, however many there are."""
+    """Each choice is accepted literally, and nothing else, however many there are."""
     from llguidance import LLMatcher, LLTokenizer
 
     from vllm_diffusion.requests.guidance import guidance_grammar
@@ -187,7 +187,7 @@ def test_choices(choices: list[str]) -> None:
 
 
 def test_schemas_of_a_structural_tag() -> None:
-    """Schemas within a tag are held to what xgrammar follows, and their white space is bounded."""
+    """Schemas within a tag are limited to what xgrammar follows and have bounded white space."""
 
     def tag(schema: Any) -> dict[str, Any]:
         content = {"type": "json_schema", "json_schema": schema}
@@ -207,7 +207,7 @@ def test_schemas_of_a_structural_tag() -> None:
 
 
 def test_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same parameters, and equal ones, are read once; a field that is set later is read again."""
+    """Equal parameters are read once, and parameters whose field changed are read again."""
     compiled: list[str] = []
     real = constraint.guided_schema
     monkeypatch.setattr(
@@ -224,7 +224,7 @@ def test_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_event_loop_goes_on() -> None:
-    """While a large schema is read, tasks of the event loop get their turns."""
+    """Other tasks of the event loop run while a large schema is read."""
 
     async def turns_meanwhile() -> int:
         schema = {"anyOf": [{"const": f"v{i}"} for i in range(4000)]}
@@ -243,7 +243,7 @@ def test_the_event_loop_goes_on() -> None:
 
 @pytest.mark.parametrize("link", ["alone", "in a property", "in items"])
 def test_longest_chain_of_references(link: str) -> None:
-    """The longest chain of references that is taken is compiled, and freed by another thread."""
+    """The longest accepted chain of references compiles, and another thread can free it."""
     from vllm_diffusion.requests.guidance import deep_threads, guidance_grammar
 
     def of(i: int) -> dict[str, Any]:
@@ -320,7 +320,7 @@ GROWING: dict[str, Callable[[int], Any]] = {
 
 @pytest.mark.parametrize("kind", GROWING)
 def test_time_is_linear(kind: str) -> None:
-    """Four times the schema takes at most five times the lines of this package, below the bound on parts."""
+    """A schema four times as long runs at most five times the lines of this package."""
     few, many = (GROWING[kind](n) for n in (200, 800))
     small, large = lines_run(lambda: guided_schema(few)), lines_run(lambda: guided_schema(many))
     assert large <= 5 * small, (small, large)
@@ -336,7 +336,7 @@ ODD = st.one_of(
 @settings(max_examples=500, deadline=None)
 @given(st.data())
 def test_odd_values_are_refused_or_followed(data: st.DataObject) -> None:
-    """A schema of known keywords with values of any type is followed, or refused with a reason."""
+    """Known keywords with values of any type are followed or refused with a reason."""
     from vllm_diffusion.requests.json_schema import CONSTRAINING, NOTES
 
     names = st.sampled_from(sorted(CONSTRAINING | NOTES | {"nullable", "title"}))

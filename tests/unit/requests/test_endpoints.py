@@ -1,4 +1,4 @@
-"""Objects of a server get classes of ours before it answers."""
+"""A server's endpoint objects get this package's classes before the server answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Ours(Stock):
 
 
 def test_objects_keep_their_identity(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who holds an object already sees its new class; what is not served stays None, and vLLM goes on."""
+    """An endpoint object keeps its identity with its new class, and a missing one stays None."""
     served = Stock()
     state: Any = SimpleNamespace(served=served, left_out=None)
     seen: list[Any] = []

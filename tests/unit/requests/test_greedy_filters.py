@@ -1,4 +1,4 @@
-"""Filters of requests at temperature 0."""
+"""Tests of the filters of requests at temperature 0."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DREAM = CanvasSpec(
 
 
 def params_of(**values: Any) -> Any:
-    """vLLM's parameters, made as in a process that serves a diffusion model."""
+    """Return vLLM's parameters, made as in a process that serves a diffusion model."""
     from vllm import SamplingParams
 
     refusals.install()
@@ -37,7 +37,7 @@ def params_of(**values: Any) -> Any:
 
 
 def judging(params: Any, spec: CanvasSpec = DREAM) -> tuple[int, float]:
-    """The filters by which a checked request's tokens are judged at temperature 0."""
+    """Return the filters that judge a checked request's tokens at temperature 0."""
     checked(params, spec)
     arguments = arguments_of(params)
     return arguments.judging_top_k, arguments.judging_top_p
@@ -57,7 +57,7 @@ def judging(params: Any, spec: CanvasSpec = DREAM) -> tuple[int, float]:
 def test_filters_at_temperature_0_are_kept(
     values: dict[str, Any], expected: tuple[int, float]
 ) -> None:
-    """A rule that judges by filters gets them at temperature 0, from copies and pickles of the parameters too."""
+    """A rule that judges by filters gets them at temperature 0, also from copied parameters."""
     params = params_of(**values)
     for one in (copy.deepcopy(params), pickle.loads(pickle.dumps(params)), params):
         assert judging(one) == expected
@@ -68,7 +68,7 @@ def test_filters_at_temperature_0_are_kept(
 
 
 def test_other_rules_have_no_filters_at_temperature_0() -> None:
-    """A request of another family is as without the filters, so that no row of it is looked at again."""
+    """Other families drop filters at temperature 0, so that no row is projected again."""
     params = params_of(temperature=0.0, top_k=3, top_p=0.9)
     assert judging(params, masked_spec(32)) == (0, 1.0)
     assert arguments_of(params) == RequestArguments()
@@ -78,7 +78,7 @@ def test_other_rules_have_no_filters_at_temperature_0() -> None:
     "noted", ["x", [3], [True, 0.9], [3, 0.0], [3, float("nan")], [0.5, 0.9], {"a": 1}], ids=str
 )
 def test_a_malformed_note_is_no_filter(noted: object) -> None:
-    """What a client sends under the note's own name means nothing unless it has the form of a note."""
+    """A client's value under the note's name is ignored unless it has the form of a note."""
     params = params_of(temperature=0.0)
     params.extra_args = {NOTED: noted}
     assert judging(params) == (0, 1.0)

@@ -1,4 +1,4 @@
-"""The door bounds a body, reads the fields that every endpoint has, and notes what it refuses."""
+"""The middleware bounds bodies, checks common fields, and logs and counts refusals."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Client:
         self.sent.append(message)
 
     def ask(self, monkeypatch: pytest.MonkeyPatch, answer: Any = None) -> tuple[int | None, bytes]:
-        """Return the status of a refusal, or none, and the body that the application read."""
+        """Return the status of a refusal, if any, and the body that the application read."""
         read = bytearray()
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -93,7 +93,7 @@ PICTURE = base64.b64encode(bytes(2000))
 def test_bodies(
     body: bytes, status: int | None, is_declared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A body is refused by its length, less its pictures, and else arrives byte by byte."""
+    """A body is refused by its length without pictures, or else arrives byte by byte."""
     client = Client(body, declared=len(body) if is_declared else None)
     refused, read = client.ask(monkeypatch)
     assert refused == status
@@ -105,14 +105,14 @@ def test_bodies(
 
 
 def test_a_declared_length_beyond_the_limit_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A body that says to be too long is refused before its first piece."""
+    """A body with too large a declared length is refused before its first piece."""
     client = Client(b"x", declared=10**12)
     assert client.ask(monkeypatch) == (413, b"")
     assert client._unsent
 
 
 def test_details_of_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error gets the details that its endpoint has put into the scope, and its length is right."""
+    """An error gets the details that its endpoint put into the scope, and its length is right."""
 
     async def answer(scope: Any, send: Any) -> None:
         scope[DETAILS] = {"error_code": "x"}
@@ -133,7 +133,7 @@ def chat(**fields: Any) -> ChatCompletionRequest:
 
 
 def test_arguments_at_the_top_of_a_body() -> None:
-    """A ``diffusion_*`` field at the top of a body is taken for one of ``vllm_xargs``, which win."""
+    """A top-level ``diffusion_*`` field is read as one of ``vllm_xargs``, which has priority."""
     request = chat(
         diffusion_max_steps=3, diffusion_step_map=True, vllm_xargs={"diffusion_step_map": False}
     )
@@ -157,7 +157,7 @@ def test_arguments_at_the_top_of_a_body() -> None:
     ],
 )
 def test_fields_of_older_releases(field: str, words: str) -> None:
-    """A constraint in the words of an older vLLM is refused with the new field's name, unless that is there too."""
+    """An older vLLM's field for constraints is refused with the new name if that is not there."""
     with pytest.raises(VLLMValidationError, match=words) as raised:
         read_body(chat(**{field: "a"}), ORDINARY)
     assert raised.value.parameter == field
@@ -166,7 +166,7 @@ def test_fields_of_older_releases(field: str, words: str) -> None:
 
 
 def test_beams() -> None:
-    """Beam search is refused by its name for canvases, and left to vLLM for token after token."""
+    """Beam search is refused by name for canvases, and left to vLLM for other models."""
     with pytest.raises(VLLMValidationError) as raised:
         read_body(chat(use_beam_search=True, n=2), CANVASES)
     assert raised.value.parameter == "use_beam_search"
@@ -187,7 +187,7 @@ def test_beams() -> None:
     ids=["as long as the model's", "longer", "one of two", "truncated", "answers", "more", "text"],
 )
 def test_lists_by_their_length(fields: dict[str, Any], refused: str | None) -> None:
-    """Prompts and the answers that one body asks for are counted before their items are read."""
+    """The prompts and answers of a body are counted before the items are read."""
     request = CompletionRequest(model="m", **fields)
     if refused is None:
         read_body(request, CANVASES)
@@ -198,7 +198,7 @@ def test_lists_by_their_length(fields: dict[str, Any], refused: str | None) -> N
 
 
 def test_characters_of_a_prompt() -> None:
-    """``/tokenize`` refuses text of more characters than the longest prompt before it makes tokens of it."""
+    """``/tokenize`` refuses text longer than the longest prompt before tokenizing it."""
     for fields, field in (
         ({"prompt": "a" * 11}, "prompt"),
         ({"messages": [{"content": "a" * 6}, {"content": "b" * 5}]}, "messages"),
@@ -231,7 +231,7 @@ def test_characters_of_a_prompt() -> None:
 def test_what_is_answered_is_noted(
     error: Exception, said: str, level: int, has_trace: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A refusal leaves one line with its field and reason, and a failure a message and its trace."""
+    """A refusal is logged as one line with field and reason, a failure with its trace."""
     from starlette.responses import JSONResponse
 
     async def stock(request: Any, raised: Exception) -> Any:
@@ -255,7 +255,7 @@ def test_what_is_answered_is_noted(
 def test_refusals_are_counted_by_a_bounded_number_of_fields(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A client that invents names of arguments adds to one more series, and not to one for each name."""
+    """All invented argument names together add a single series to the metric."""
     monkeypatch.setattr(http, "_counted", {"top_p"})
     monkeypatch.setattr(http, "_MOST_COUNTED", 2)
     counted = [REGISTRY.get_sample_value(REFUSED, labels) or 0.0 for labels in LABELS]
@@ -267,7 +267,7 @@ def test_refusals_are_counted_by_a_bounded_number_of_fields(
 
 @pytest.mark.parametrize("body", [{"detail": "Not Found"}, None, "text", []], ids=repr)
 def test_what_has_no_error_is_left_as_it_is(body: Any) -> None:
-    """An answer that is not in vLLM's form, such as that of an unknown path, is sent as it was made."""
+    """An answer that is not in vLLM's form, as for an unknown path, is sent unchanged."""
     from starlette.responses import JSONResponse
 
     made = object() if body is None else JSONResponse(body, status_code=404)

@@ -1,4 +1,4 @@
-"""A schema is followed or refused: each answer that llguidance accepts is valid to ``jsonschema``."""
+"""A schema is refused, or each answer that llguidance accepts is valid for ``jsonschema``."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def is_valid(schema: Any) -> Callable[[Any], bool]:
 
 
 def guidance_matcher(text: str) -> Any:
-    """Make a machine of llguidance for bytes."""
+    """Return a matcher of llguidance for bytes."""
     import llguidance
 
     grammar = llguidance.LLMatcher.grammar_from_json_schema(text)
@@ -135,12 +135,12 @@ def guidance(text: str) -> Callable[[str], bool]:
 
 
 def accepts_of(schema: Any) -> Callable[[str], bool]:
-    """Return whether an answer is accepted, for a schema that is followed."""
+    """Return a function that tells whether an answer is accepted, for a schema that is followed."""
     return guidance(guided_schema(schema))
 
 
 def refusal_of(schema: Any) -> str | None:
-    """Return why a schema is refused; ``None`` if it is followed."""
+    """Return why a schema is refused, or ``None`` if it is followed."""
     try:
         guided_schema(schema)
     except SchemaError as error:
@@ -149,13 +149,13 @@ def refusal_of(schema: Any) -> str | None:
 
 
 def test_every_keyword_has_a_case():
-    """Of JSON Schema 2020-12 and the drafts before it, all that constrain a value."""
+    """Every keyword of JSON Schema that constrains a value, also of older drafts, has a case."""
     assert BY_KEYWORD.keys() == CONSTRAINING
 
 
 @pytest.mark.parametrize(("keyword", "i"), CASES)
 def test_keyword_is_followed_or_refused(keyword, i):
-    """No value that the grammar accepts is invalid, and a refusal names a keyword and its path."""
+    """The grammar accepts valid values only, and a refusal names a keyword and its path."""
     schema = BY_KEYWORD[keyword][i]
     if refusal := refusal_of(schema):
         assert refusal.startswith("#")
@@ -166,7 +166,7 @@ def test_keyword_is_followed_or_refused(keyword, i):
 
 
 def test_guidance_follows_the_common_keywords():
-    """They are not refused, and the valid values are accepted."""
+    """Common keywords are not refused, and their valid values are accepted."""
     for keyword in [
         "type",
         "enum",
@@ -222,7 +222,7 @@ LARGE = [sign * (2**bits + more) for sign in (-1, 1) for bits in (53, 63) for mo
 @pytest.mark.parametrize("value", [*LARGE, 2**64 - 1], ids=str)
 @pytest.mark.parametrize("kind", ["const", "enum", "in an array"])
 def test_large_integers_that_are_listed(kind, value):
-    """An integer beyond 2**53 is refused, since llguidance writes other digits and ends its process at -2**63."""
+    """An integer beyond 2**53 is refused, since llguidance writes other digits."""
     schema = {"enum": {"type": "integer", "enum": [value]}, "const": {"const": value}}.get(
         kind, {"const": [{"a": value}]}
     )
@@ -237,7 +237,7 @@ def test_large_integers_that_are_listed(kind, value):
     "key", ["discriminator", "x-order", "markdownDescription", "title", "example"]
 )
 def test_key_that_is_no_keyword(key):
-    """It constrains nothing, beside a reference too."""
+    """A key that is not a keyword constrains nothing, also next to a reference."""
     schema = {"$defs": {"E": {"enum": ["a"]}}, "$ref": "#/$defs/E"}
     accepts = accepts_of({**schema, key: {"not": {}}})
     assert accepts('"a"')
@@ -245,7 +245,7 @@ def test_key_that_is_no_keyword(key):
 
 
 def test_alternatives_with_a_tag():
-    """They are told apart, as in what pydantic writes for a union with a discriminator."""
+    """Alternatives with a tag, as pydantic writes discriminated unions, are followed."""
     schema = {
         "$defs": {
             name: {
@@ -263,6 +263,7 @@ def test_alternatives_with_a_tag():
 
 
 def test_nullable_adds_null():
+    """A schema with ``nullable`` also accepts null, but no other value."""
     schema = {"$defs": {"E": {"enum": ["a"]}}, "$ref": "#/$defs/E", "nullable": True}
     accepts = accepts_of(schema)
     assert accepts('"a"')
@@ -271,7 +272,7 @@ def test_nullable_adds_null():
 
 
 def answer(text: str, seed: int, most: int = 200) -> str | None:
-    """A random text that llguidance lets through to its end; ``None`` if it does not end soon."""
+    """Return a random text that llguidance accepts, or ``None`` if it does not end soon."""
     import llguidance.numpy
 
     rng = random.Random(seed)
@@ -365,5 +366,5 @@ def assert_answers_are_valid(schema: Any, seed: int) -> None:
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(DRAWN, st.integers(0, 99))
 def test_drawn_schema(schema, seed):
-    """An answer that has ended is valid by the schema that was sent."""
+    """An answer that has ended is valid for the schema that was sent."""
     assert_answers_are_valid(schema, seed)

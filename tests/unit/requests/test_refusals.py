@@ -1,4 +1,4 @@
-"""Refusals say which field they are about, and their log is short."""
+"""Refusals name their field, and their log is short."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture
 def logger() -> logging.Logger:
-    """A logger as vLLM's, with nobody else's filter."""
+    """Return a logger like vLLM's, without anyone else's filter."""
     from vllm_diffusion.requests.refusals import OneLineRefusals
 
     made = logging.Logger("refusals")
@@ -32,7 +32,7 @@ def log_error(logger: logging.Logger, error: Exception) -> None:
 def test_one_line_for_many_refusals(
     logger: logging.Logger, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A line, however a client's words are written, and later the number of those without one."""
+    """Refusals log one line whatever the client wrote, and later how many were left out."""
     from vllm.exceptions import VLLMValidationError
 
     from vllm_diffusion.requests import refusals
@@ -55,7 +55,7 @@ def test_one_line_for_many_refusals(
 def test_other_errors_keep_their_trace(
     logger: logging.Logger, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What no client did is logged each time, with where it happened."""
+    """An error that no client caused is logged with its trace each time."""
     logger.addHandler(caplog.handler)
     for _ in range(3):
         log_error(logger, KeyError("26"))
@@ -64,7 +64,7 @@ def test_other_errors_keep_their_trace(
 
 
 def test_limit_of_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lowered once, and never where an operator has set it."""
+    """The limit of answers is lowered once, and never if the operator has set it."""
     monkeypatch.delenv("VLLM_MAX_N_SEQUENCES", raising=False)
     assert (limit_answers(), limit_answers()) == (MOST_ANSWERS, None)
     monkeypatch.setenv("VLLM_MAX_N_SEQUENCES", "3")

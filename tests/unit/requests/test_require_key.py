@@ -1,4 +1,4 @@
-"""With the middleware nothing but health and metrics is answered without the key."""
+"""With the middleware only health and metrics are served without the key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEY = {"Authorization": "Bearer the key"}
 
 
 def client() -> TestClient:
-    """A server that answers every path."""
+    """Return a client of a server that answers every path."""
     from vllm_diffusion.requests.require_key import RequireKey
 
     answer = Route("/{path:path}", lambda _: PlainTextResponse("answer"), methods=["GET", "POST"])
@@ -36,7 +36,7 @@ def client() -> TestClient:
     ],
 )
 def test_guarded(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever vLLM guards and whatever it does not."""
+    """Every path, guarded by vLLM or not, needs the right key."""
     monkeypatch.setenv("VLLM_API_KEY", "the key")
     assert client().post(path).status_code == 401
     assert client().post(path, headers={"Authorization": "Bearer another"}).status_code == 401
@@ -44,7 +44,7 @@ def test_guarded(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_key_of_other_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients of Anthropic's API send the key in x-api-key, which counts beside the bearer and in its place."""
+    """The key of Anthropic's clients in x-api-key counts as well as the bearer token."""
     monkeypatch.setenv("VLLM_API_KEY", "the key")
     post = client().post
     assert post("/v1/messages", headers={"x-api-key": "the key"}).text == "answer"
@@ -59,13 +59,13 @@ def test_key_of_other_clients(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("path", ["/health", "/ping", "/metrics"])
 def test_open(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What load balancers and Prometheus ask."""
+    """Paths that load balancers and Prometheus request need no key."""
     monkeypatch.setenv("VLLM_API_KEY", "the key")
     assert client().get(path).text == "answer"
 
 
 def test_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A guard without a key would let nobody in, or everybody."""
+    """The middleware refuses to start without a key."""
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     with pytest.raises(ValueError, match="VLLM_API_KEY"):
         client().get("/health")

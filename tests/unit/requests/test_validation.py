@@ -1,4 +1,4 @@
-"""What ``vllm.LLM`` is asked for without a server's protocol in between."""
+"""Tests of the checks of parameters that reach ``vllm.LLM`` without a server's protocol."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.engine
     ids=str,
 )
 def test_fields_of_no_protocol(fields: dict[str, Any], message: str) -> None:
-    """Refused by their name, where no protocol clamps them or leaves them out."""
+    """Fields that a protocol would clamp or omit are refused by name."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
@@ -38,7 +38,7 @@ def test_fields_of_no_protocol(fields: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("field", ["kv_transfer_params", "ec_transfer_params"])
 @pytest.mark.parametrize("value", ["text", 5, ["a"], "x" * 10**6])
 def test_transfer_params_that_are_no_mapping(field: str, value: Any) -> None:
-    """vLLM asks them for their keys, wherever they come from."""
+    """Transfer parameters that are not a mapping are refused by name."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
@@ -65,7 +65,7 @@ def test_transfer_params_that_are_no_mapping(field: str, value: Any) -> None:
     ],
 )
 def test_logprobs_that_no_memory_holds(logprobs: int, num_slots: int, most: int) -> None:
-    """Refused with the most that the server keeps, of which all are taken."""
+    """More logprobs than the server's memory holds are refused, and exactly as many are served."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
@@ -85,7 +85,7 @@ def test_logprobs_that_no_memory_holds(logprobs: int, num_slots: int, most: int)
 
 @pytest.mark.parametrize("autoregressive", [False, True])
 def test_tokens_that_only_the_tokenizer_has(autoregressive: bool) -> None:
-    """A prompt with an id beyond the model's vocabulary is refused, where looking it up would end the engine."""
+    """A prompt token beyond the model's vocabulary is refused instead of ending the engine."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
@@ -112,7 +112,7 @@ def test_tokens_that_only_the_tokenizer_has(autoregressive: bool) -> None:
     ("name", "field"), [("suffix", "suffix"), ("prediction", "diffusion_prediction")]
 )
 def test_texts_of_tokens_that_only_the_tokenizer_has(name: str, field: str) -> None:
-    """A text beside the prompt with an id beyond the model's vocabulary is refused by its field."""
+    """An argument whose text has a token beyond the model's vocabulary is refused by its field."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
@@ -134,7 +134,7 @@ def test_texts_of_tokens_that_only_the_tokenizer_has(name: str, field: str) -> N
 
 
 def test_pictures_of_a_refused_request_are_sent_again() -> None:
-    """The engine never got them, and the next request must not leave them out."""
+    """The pictures of a refused request, which the engine never got, are sent the next time."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
@@ -166,7 +166,7 @@ def test_pictures_of_a_refused_request_are_sent_again() -> None:
 def test_min_tokens_of_a_read_only_request(
     min_tokens: int, max_tokens: int | None, most: int | None
 ) -> None:
-    """More than the one canvas that is read is refused, since that canvas is all that is said."""
+    """A read-only request cannot have more ``min_tokens`` than its one canvas."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
@@ -202,7 +202,7 @@ UNDECODABLE: dict[str, Any] = {
 
 @pytest.mark.parametrize("field", UNDECODABLE)
 def test_what_the_engine_could_not_read(field: str) -> None:
-    """Refused by its name in the process that has the client."""
+    """A value that the engine cannot decode is refused by name in the client's process."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 

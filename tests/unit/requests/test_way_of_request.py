@@ -1,4 +1,4 @@
-"""What a request may ask for beside the way that it chooses, and what a server may offer."""
+"""Tests of the ways that a server offers, and of the arguments that each way supports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DRAFTS, CAUSAL, DENOISED = "linear_spec", "autoregressive", "entropy_bound"
 
 
 def checked(way: str | None, server: dict[str, Any] | None = None, **fields: Any) -> Any:
-    """Parameters of a request, as a server that offers all ways hands them to the engine."""
+    """Return checked parameters of a request to a server that offers all ways."""
     from vllm import SamplingParams
 
     from tests.support.admission import validate
@@ -39,13 +39,13 @@ def checked(way: str | None, server: dict[str, Any] | None = None, **fields: Any
     [(None, None, None), (DENOISED, None, None), (DRAFTS, 16, 1), (CAUSAL, 1, 1)],
 )
 def test_canvases_of_a_way(way: str | None, width: int | None, steps: int | None) -> None:
-    """A draft is as long as a server of drafts makes it, and in the autoregressive way a canvas has one token."""
+    """A draft has the server's width, and a canvas of the autoregressive way has one token."""
     arguments = arguments_of(checked(way, max_tokens=100))
     assert (arguments.canvas_length, arguments.max_steps) == (width, steps)
 
 
 def test_parameters_of_a_way_that_are_used_again() -> None:
-    """Parameters that were checked once are accepted again, with the width that was written into them."""
+    """Checked parameters are accepted again with the width that was written into them."""
     for way in (DRAFTS, CAUSAL):
         sampling = checked(way, max_tokens=100)
         width = arguments_of(sampling).canvas_length
@@ -54,7 +54,7 @@ def test_parameters_of_a_way_that_are_used_again() -> None:
 
 
 def test_default_of_a_server() -> None:
-    """Requests that choose no way have that of the setting rule."""
+    """A request that chooses no way has that of the setting ``rule``."""
     server = {"rules": [DENOISED, CAUSAL], "rule": CAUSAL}
     assert arguments_of(checked(None, server, max_tokens=9)).canvas_length == 1
     assert arguments_of(checked(DENOISED, server, max_tokens=90)).canvas_length is None
@@ -75,7 +75,7 @@ def test_default_of_a_server() -> None:
     ],
 )
 def test_what_a_way_cannot_honour(way: str, field: str, value: Any) -> None:
-    """It is refused by its name, with the way that does not have it, and accepted of a request that is denoised."""
+    """An argument is refused by name for a way without it, and accepted for denoising."""
     from vllm.exceptions import VLLMValidationError
 
     with pytest.raises(
@@ -87,7 +87,7 @@ def test_what_a_way_cannot_honour(way: str, field: str, value: Any) -> None:
 
 
 def test_structured_outputs_of_a_way() -> None:
-    """A grammar is refused where a row draws before the tokens in front of it are known to the grammar."""
+    """A grammar is refused for a way that draws rows before the tokens in front are known."""
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -98,7 +98,7 @@ def test_structured_outputs_of_a_way() -> None:
 
 
 def test_steering_of_a_single_token() -> None:
-    """Settings of drafts go with drafts alone: a single token is not denoised, nor shown."""
+    """Settings of drafts are accepted for drafts only, since single tokens are not denoised."""
     from vllm.exceptions import VLLMValidationError
 
     fields: dict[str, Any] = {"diffusion_frames": 1, "diffusion_stability_threshold": 0}
@@ -119,7 +119,7 @@ def test_steering_of_a_single_token() -> None:
     ids=str,
 )
 def test_ways_that_a_server_does_not_offer(server: dict[str, Any], reason: str) -> None:
-    """The choice is refused by its name, with what there is."""
+    """A way that the server does not offer is refused by name, with the offered ones."""
     from vllm.exceptions import VLLMValidationError
 
     with pytest.raises(VLLMValidationError, match=reason) as raised:
@@ -143,19 +143,19 @@ def test_ways_that_a_server_does_not_offer(server: dict[str, Any], reason: str) 
     ids=str,
 )
 def test_rules_that_no_server_can_offer(settings: dict[str, Any], reason: str) -> None:
-    """A start names the setting and what it may hold."""
+    """A start with an invalid choice of rules names the setting and its allowed values."""
     with pytest.raises(ValueError, match=reason):
         configure(shipped_checkpoint(), additional_config={"diffusion": settings})
 
 
 def test_all_ways_of_a_model() -> None:
-    """``rules`` may be all ways that the model has, of which its own is first."""
+    """``rules`` may list all ways of the model, whose own is the first."""
     config = vllm_config(additional_config={"diffusion": {"rules": "all"}})
     assert config.model_config.diffusion.spec.ways == (DENOISED, DRAFTS, CAUSAL)
 
 
 def test_way_to_other_processes() -> None:
-    """The description of canvases reaches the engine and its workers, and knows there what each request chose."""
+    """The engine and its workers get the description of canvases and each request's choice."""
     settings = {"rules": [DENOISED, DRAFTS, CAUSAL], "draft_length": 8}
     plan = vllm_config(additional_config={"diffusion": settings}).model_config.diffusion
     spec = pickle.loads(pickle.dumps(plan)).spec

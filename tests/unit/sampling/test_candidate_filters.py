@@ -1,4 +1,4 @@
-"""What top-k, top-p and min-p keep of a row."""
+"""Tests of the tokens that top-k, top-p and min-p keep of a row."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.engine
 
 
 def kept_by(filters: CandidateFilters, logits: torch.Tensor) -> torch.Tensor:
-    """[num_rows, vocab_size], bool."""
+    """Return which tokens the filters keep, as [num_rows, vocab_size], bool."""
     rows, ones = RowLogits(logits, 0), torch.ones(len(logits))
     keys = thresholds(rows, ones, logits.amax(-1), filters, logits.shape[1], output_head(logits))
     return ordered_keys(logits) >= keys[:, None]
@@ -38,7 +38,7 @@ def kept_by(filters: CandidateFilters, logits: torch.Tensor) -> torch.Tensor:
     seed=st.integers(0, 2**31),
 )
 def test_filters_keep_what_vllm_keeps(rows, vocab, seed):
-    """Top-k and top-p of each row against vLLM's own PyTorch implementation; min-p by definition."""
+    """Top-k and top-p keep what vLLM's PyTorch code keeps, and min-p follows its definition."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
     generator = torch.Generator().manual_seed(seed)
@@ -61,6 +61,7 @@ def test_filters_keep_what_vllm_keeps(rows, vocab, seed):
 
 
 def test_ties_with_the_last_token_kept_are_kept():
+    """Tokens that tie with the last kept one are kept too."""
     logits = torch.tensor([[5.0, 1.0, 1.0, 1.0, 0.0]])
     for filters in (
         CandidateFilters(torch.tensor([2]), None, None),
@@ -78,7 +79,7 @@ def sampled(
     adjustments: LogitAdjustments | None = None,
     tile_size: int | None = None,
 ) -> PositionStatistics:
-    """With three choices of each row, at several temperatures."""
+    """Sample rows with three choices each, at several temperatures."""
     zeros = torch.zeros(ROWS, dtype=torch.int32)
     temperature = torch.linspace(0.5, 2.0, ROWS)
     draws = RowDraws(temperature, torch.zeros(ROWS), zeros.long(), zeros, zeros, zeros)
@@ -86,14 +87,14 @@ def sampled(
 
 
 def logits_with_ties() -> torch.Tensor:
-    """[ROWS, VOCAB], of few values."""
+    """Return logits [ROWS, VOCAB] with few different values."""
     return torch.randint(0, 5, (ROWS, VOCAB), generator=torch.Generator().manual_seed(0)).float()
 
 
 @pytest.mark.parametrize("tile_size", [4, 16, 4096])
 @pytest.mark.parametrize("borders", [[], [4], [8, 24]], ids=str)
 def test_likeliest_first_and_lower_ids_of_equals(tile_size, borders):
-    """As of the whole row at once, on every rank."""
+    """On every rank, choices are ordered by logit, and lower ids come first among equal ones."""
     logits = logits_with_ties()
     expected = logits.sort(dim=-1, descending=True, stable=True).indices[:, :3]
     results = on_shards(
@@ -108,7 +109,7 @@ def test_likeliest_first_and_lower_ids_of_equals(tile_size, borders):
 
 
 def test_what_a_request_forbids_is_no_choice():
-    """A row with fewer possible ids repeats the last of them."""
+    """A row with fewer possible ids than choices repeats the last of them."""
     nothing = torch.full((ROWS,), -1, dtype=torch.int32)
     empty = torch.empty(0)
     adjustments = LogitAdjustments(
@@ -135,6 +136,6 @@ def test_what_a_request_forbids_is_no_choice():
 
 
 def test_nobody_asks():
-    """Nothing is looked for where the rule looks at no more than the likeliest."""
+    """No choices are computed for a rule that reads only the likeliest token."""
     logits = logits_with_ties()
     assert sample_rows(identity_head(VOCAB), logits, row_draws(ROWS), None, 0).choices is None

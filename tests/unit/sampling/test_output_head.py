@@ -1,4 +1,4 @@
-"""Which heads a tile can be cut from, and what ranks exchange."""
+"""Tests of the heads that tiles can be cut from, and of what ranks exchange."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ from vllm_diffusion.sampling.output_head import OutputHead, head_of
 
 
 def test_a_quantised_head_is_refused():
-    """With the name of what quantises it, and what to do."""
+    """A quantized head is refused with the name of its method and a remedy."""
     lm_head = SimpleNamespace(quant_method=SimpleNamespace())
     with pytest.raises(ValueError, match="add lm_head to the ignore list"):
         OutputHead.of(lm_head, None, softcap=None, dtype=None)
 
 
 def test_scaled_logits_are_refused():
+    """A model that scales its logits is refused."""
     model = SimpleNamespace(logits_processor=SimpleNamespace(scale=0.5))
     with pytest.raises(ValueError, match="scales its logits"):
         head_of(model)
 
 
 def test_never_drawn_ids_of_a_capped_model_are_refused():
-    """The cap would make the lowest logit one like the others."""
+    """Never-drawn ids of a model with capped logits are refused, as the cap would raise them."""
     with pytest.raises(ValueError, match=r"softcap=30.0 .* never_drawn=\(3,\)"):
         output_head(torch.zeros(8, 2), 30.0, never_drawn=(3,))
 
 
 def test_layers_hand_on_what_is_never_drawn():
+    """The head has the never-drawn ids that it was given, by default none."""
     lm_head = SimpleNamespace(
         quant_method=UnquantizedEmbeddingMethod(),
         shard_indices=SimpleNamespace(org_vocab_start_index=0, org_vocab_end_index=8),
@@ -51,7 +53,7 @@ def test_layers_hand_on_what_is_never_drawn():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("first_id", [0, 8])
 def test_never_drawn_ids_are_overwritten_where_they_are(dtype, first_id):
-    """In the tile and on the rank that have them, and nothing beside them; finite when divided."""
+    """Never-drawn ids are overwritten in their own tile and rank, with finite values."""
     never = (0, 3, 9, 14, 40)
     head = output_head(torch.ones(12, 2, dtype=dtype), first_id=first_id, never_drawn=never)
     ids = []
@@ -66,7 +68,7 @@ def test_never_drawn_ids_are_overwritten_where_they_are(dtype, first_id):
 
 
 def test_a_view_with_gaps_is_summed_whole():
-    """As the sweeps of a filter's threshold hand it over on a CPU: all but the first column."""
+    """The sum over ranks is right for a view without the first column."""
     numbers = torch.arange(64 * 17).view(64, 17)
 
     def summed(head: OutputHead) -> torch.Tensor:

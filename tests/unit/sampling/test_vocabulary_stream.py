@@ -1,4 +1,4 @@
-"""Sampling from streamed logits: the exact distributions, whatever the tiles, groups and ranks."""
+"""Streamed logits are sampled from the exact distribution, whatever the tiles and ranks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from vllm_diffusion.sampling.vocabulary_stream import sample_rows
     ids=str,
 )
 def test_candidates_follow_the_exact_distribution(params):
-    """Chi-square over 20,000 seeds with the logits held fixed, against the definition in float64."""
+    """With fixed logits, draws of 20,000 seeds pass a chi-square test against float64."""
     rows, vocab = 20_000, 16
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(8)) * 1.5
     for token, bias in params.get("bias", {}).items():
@@ -94,7 +94,7 @@ def assert_same(
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**31), vocab=st.integers(8, 200), tile=st.integers(1, 20))
 def test_tiles_change_nothing(seed, vocab, tile):
-    """Every setting at once: the same draws, log-probabilities and ranks for any tile size."""
+    """Any tile size gives the same draws, log-probabilities and ranks for all settings."""
     case = Case(seed, vocab)
     assert_same(case.run(tile=4 * tile), case.run())
 
@@ -106,7 +106,7 @@ def test_tiles_change_nothing(seed, vocab, tile):
     cuts=st.lists(st.integers(1, 40), min_size=1, max_size=3, unique=True),
 )
 def test_ranks_change_nothing(seed, vocab, cuts):
-    """The same on two to four tensor-parallel ranks, each with its own ids only."""
+    """Two to four tensor-parallel ranks, each with its own ids, give the results of one rank."""
     case = Case(seed, vocab)
     borders = sorted({4 * cut for cut in cuts if 4 * cut < vocab} or {4})
     whole = case.run()
@@ -115,7 +115,7 @@ def test_ranks_change_nothing(seed, vocab, cuts):
 
 
 def test_rows_in_float32_change_nothing(monkeypatch):
-    """Rows with log-probabilities are in float32 a few at a time."""
+    """Computing rows with log-probabilities a few at a time in float32 changes no result."""
     case = Case(3, 120)
     whole = case.run()
     monkeypatch.setattr(logprobs, "FLOAT32_BYTES", 0)
@@ -124,7 +124,7 @@ def test_rows_in_float32_change_nothing(monkeypatch):
 
 @pytest.mark.parametrize("extras", ["plain", pytest.param("everything", marks=pytest.mark.slow)])
 def test_peak_memory(monkeypatch, extras):
-    """At most a byte for each logit, also where an eighth of the rows at a time is projected again."""
+    """Sampling needs at most a byte per logit, also when rows are projected again."""
     monkeypatch.setattr(logprobs, "FLOAT32_BYTES", 0)
     monkeypatch.setattr(reference, "_TILE", 256)
     dtype = torch.bfloat16
@@ -171,7 +171,7 @@ def test_peak_memory(monkeypatch, extras):
 )
 @pytest.mark.parametrize("borders", [[], [8]], ids=str)
 def test_never_drawn_ids(dtype, temperatures, borders):
-    """Neither argmax nor candidate, filtered or not, though the model thinks them the likeliest."""
+    """A never-drawn id is neither argmax nor candidate, however likely the model finds it."""
     n, vocab, never = 600, 12, (2, 9)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(vocab, 4, generator=generator).to(dtype)
@@ -200,7 +200,7 @@ def test_never_drawn_ids(dtype, temperatures, borders):
 
 
 def test_a_filter_leaves_its_neighbours_alone():
-    """A row whose filter is off draws the candidate that it draws without one."""
+    """A row without a filter draws the same candidate whether or not other rows have one."""
     rows, vocab = 40, 64
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * 2
     head, draws = identity_head(vocab), row_draws(rows)
@@ -213,7 +213,7 @@ def test_a_filter_leaves_its_neighbours_alone():
 
 
 def test_nothing_possible_is_no_nan():
-    """Settings can leave a row nothing; what it hands on is still finite."""
+    """A row for which settings leave no possible token still has finite results."""
     adjustments = row_adjustments(fake_penalties(1, 16, np.random.default_rng(0)), 16, prompt_len=0)
     # An end token that the model does not have is nobody's.
     params = sampling_params(allowed_token_ids=[3], min_tokens=1, all_stop_token_ids={3, 99})
@@ -232,7 +232,7 @@ def test_nothing_possible_is_no_nan():
 
 
 def test_a_rank_without_ids():
-    """A small vocabulary can leave the last rank none."""
+    """The last rank may have no ids of a small vocabulary."""
     case = Case(1, 32)
     whole = case.run()
     for result in on_shards(case.weight, [32], 5.0, lambda head: case.run(head, 16)):
@@ -241,7 +241,7 @@ def test_a_rank_without_ids():
 
 @pytest.mark.parametrize("borders", [[], [24]], ids=str)
 def test_tiles_without_an_allowed_id_change_no_bit(borders):
-    """Statistics are those of the whole vocabulary where some tiles, or all of a rank's, are left out."""
+    """Skipping tiles without an allowed id, even all of a rank, changes no bit."""
     vocab, tile = 64, 8
     adjustments = row_adjustments(fake_penalties(2, vocab, np.random.default_rng(0)), vocab)
     allowed = ((41, 62), (42,))

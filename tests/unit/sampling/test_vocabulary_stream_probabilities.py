@@ -1,4 +1,4 @@
-"""What is said of a draw from streamed logits: its log-probabilities, rank and confidence."""
+"""Tests of log-probabilities, rank and confidence of a draw from streamed logits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vllm_diffusion.sampling.vocabulary_stream import sample_rows
 
 @pytest.fixture(params=["reference", "triton"])
 def implementation(request, monkeypatch):
-    """Everything runs in one of the two, as it would on a CPU or on a GPU."""
+    """Run everything in one implementation, as on a CPU or as on a GPU."""
     module = {"reference": reference, "triton": triton}[request.param]
     # Triton's interpreter keeps its state in globals, and ranks are threads here.
     lock = threading.Lock()
@@ -45,7 +45,7 @@ def implementation(request, monkeypatch):
 
 
 def test_a_token_counts_itself(implementation):
-    """The rank of the likeliest is 1 and its score is that of the first column, capped or not."""
+    """The likeliest token has rank 1 and the score of the first column, capped or not."""
     generator = torch.Generator().manual_seed(0)
     rows = 16
     logits = torch.randn(rows, 100, generator=generator) * 20
@@ -65,7 +65,7 @@ def test_a_token_counts_itself(implementation):
     indirect=["implementation"],
 )
 def test_logprobs_are_those_of_vllm(implementation, max_examples):
-    """Scores and ranks against vLLM's function over whole rows of the same logits."""
+    """Scores and ranks equal those of vLLM's function over whole rows of the same logits."""
     from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 
     @settings(max_examples=max_examples, deadline=None)
@@ -87,7 +87,7 @@ def test_logprobs_are_those_of_vllm(implementation, max_examples):
 
 
 def test_min_p_of_one_draws_the_argmax(implementation):
-    """The likeliest token is at the threshold itself, whatever computed the statistics."""
+    """With min-p of 1 the argmax is drawn, whichever implementation computed the statistics."""
     rows, vocab = 16, 64
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * 9
     head = output_head(torch.eye(vocab), 30.0)
@@ -110,9 +110,9 @@ DRAWN += [pytest.param("triton", [], used, marks=pytest.mark.slow) for used in (
     ("implementation", "borders", "used"), DRAWN, ids=str, indirect=["implementation"]
 )
 def test_drawn_confidence_is_the_probability_of_the_candidate(implementation, used, borders):
-    """Of one to four ranks, in rows with and without filters, greedy and adjusted ones, in float64.
+    """The confidence is the candidate's probability in float64, on one to four ranks.
 
-    Without a filter at the schedule's temperature, with one at that of the draw.
+    It is taken at the schedule's temperature without a filter, and at the draw's with one.
     """
     n, vocab = 12, 150
     generator = torch.Generator().manual_seed(len(borders) + 1)

@@ -1,4 +1,4 @@
-"""Hashes of cache blocks, against what their keys and values depend on."""
+"""Tests of the hashes of cache blocks, against what their keys and values depend on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.engine
 
 
 def hashed(prompt: list[int], answer: list[int], salt: str | None, sizes: tuple[int, int]) -> Any:
-    """A request whose answer is known too, a block of the model at a time."""
+    """Return a request with its answer, which is appended a block of the model at a time."""
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import init_none_hash
@@ -34,7 +34,7 @@ def hashed(prompt: list[int], answer: list[int], salt: str | None, sizes: tuple[
 
 
 def needed_of(num_prompt: int, end: int, length: int) -> int:
-    """Tokens that the last position before ``end`` is in one block with, and all before them."""
+    """Return the end of the model's block that has the last position before ``end``."""
     block_end = num_prompt % length
     while block_end < end:
         block_end += length
@@ -48,7 +48,7 @@ def needed_of(num_prompt: int, end: int, length: int) -> int:
     salts=st.tuples(*[st.sampled_from([None, None, "a"])] * 2),
 )
 def test_equal_hashes(sizes: Any, prompts: Any, answers: Any, salts: Any) -> None:
-    """Equal where all that the keys and values depend on is equal, and nowhere else."""
+    """Hashes are equal exactly where all that the keys and values depend on is equal."""
     length, cache_block = sizes
     requests = [hashed(*each, sizes) for each in zip(prompts, answers, salts, strict=True)]
     for request, prompt, answer in zip(requests, prompts, answers, strict=True):

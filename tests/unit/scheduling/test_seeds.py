@@ -9,7 +9,7 @@ from vllm_diffusion.scheduling.seeds import source_of_seeds
 
 
 def drawn(seed: int, engine: int = 0, backend: str | None = None) -> list[int]:
-    """Seeds of an engine's first requests after a start."""
+    """Return the seeds of an engine's first requests after a start."""
     config = vllm_config(seed=seed)
     config.parallel_config.data_parallel_index = engine
     config.parallel_config.distributed_executor_backend = backend
@@ -24,11 +24,11 @@ def test_unset():
 
 @pytest.mark.parametrize("backend", [None, "mp"])
 def test_set(backend):
-    """With a server's seed a start repeats the last one, and engines differ."""
+    """With a server's seed a start repeats the previous one's seeds, and engines differ."""
     assert drawn(7, 0, backend) == drawn(7, 0, backend)
     assert not set(drawn(7, 0, backend)) & set(drawn(7, 1, backend))
 
 
 def test_external_launcher():
-    """Ranks of one model that schedule for themselves draw alike."""
+    """Ranks of one model that each schedule for themselves draw the same seeds."""
     assert drawn(0, 0, "external_launcher") == drawn(0, 0, "external_launcher")

@@ -1,4 +1,4 @@
-"""A thought's budget, read token by token, is what its definition says of the whole sequence."""
+"""A thinking budget read token by token equals its definition on the whole sequence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MARK = st.lists(st.integers(0, 3), min_size=1, max_size=3).map(tuple)
 
 
 def _ends(tokens: list[int], mark: tuple[int, ...]) -> list[int]:
-    """Behind which tokens a ``mark`` has been read."""
+    """Return the numbers of tokens after which a ``mark`` has been read."""
     ends = range(len(mark), len(tokens) + 1)
     return [end for end in ends if tuple(tokens[end - len(mark) : end]) == mark]
 
@@ -27,7 +27,7 @@ def test_definition(
     transition: tuple[int, ...],
     most: int,
 ) -> None:
-    """What is due behind an answer, wherever it is cut in two."""
+    """The token that is due after an answer follows the definition, wherever the answer is cut."""
     forced = transition + end
     tokens = prompt + answer
     ended = max(_ends(tokens, end), default=0)
@@ -49,7 +49,7 @@ def test_definition(
 def test_an_obedient_answer_ends_its_thought(
     words: list[int], most: int, transition: tuple[int, ...]
 ) -> None:
-    """Whoever puts what is due thinks as long as the budget, the transition and the mark at most."""
+    """An answer that emits each due token ends its thought after budget, transition and mark."""
     start, end = (4,), (5,)
     budget = ThinkingBudget(most, start, end, transition + end).after_prompt([0, 4])
     said = []

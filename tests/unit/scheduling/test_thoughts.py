@@ -1,4 +1,4 @@
-"""An answer with a grammar does not end within a thought, in our autoregressive mode."""
+"""An answer with a grammar does not end within a thought in the autoregressive mode."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CALL, END, TURN, STOP = 3, 5, 6, 7
 
 
 class Grammar:
-    """Accepts some tokens, each as the first."""
+    """A grammar that accepts some tokens, each of them first."""
 
     def __init__(self, *accepted: int) -> None:
         self._accepted = accepted
@@ -23,7 +23,7 @@ class Grammar:
 
 
 def masked(manager_class: Any, grammar: Grammar) -> tuple[int, ...]:
-    """Return what a manager masks in a thought of a request that ends at three tokens."""
+    """Return what a manager masks in the thought of a request that has three end tokens."""
     from vllm import SamplingParams
 
     params = SamplingParams(stop_token_ids=[TURN, STOP])
@@ -45,10 +45,10 @@ def masked(manager_class: Any, grammar: Grammar) -> tuple[int, ...]:
     ids=["a call", "an end or more"],
 )
 def test_ends_of_a_thought(accepted: tuple[int, ...], expected: set[int]) -> None:
-    """In the autoregressive mode ends are masked next to vLLM's own tokens, unless they satisfy the grammar."""
+    """In the autoregressive mode end tokens are masked unless they satisfy the grammar."""
     assert set(masked(OrdinaryGrammars, Grammar(*accepted))) == expected
 
 
 def test_ends_of_other_thoughts() -> None:
-    """Canvases, which have a rule of their own for thoughts, leave the mask as vLLM makes it."""
+    """Canvases, whose thoughts have a rule of their own, keep the mask that vLLM makes."""
     assert masked(EngineGrammars, Grammar()) == (CALL,)

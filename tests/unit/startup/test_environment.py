@@ -1,4 +1,4 @@
-"""Variables that the start sets: Python's bytecode, and how a server of ours ends."""
+"""Tests of the variables that a start sets for bytecode and for the end of a server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_diffusion.checkpoints import shipped_checkpoint
 pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).parents[3]
-# Imports a module that was never compiled, here and in a child; says what the doctor says of it.
+# Imports a module that was never compiled, here and in a child; prints the doctor's report of it.
 SCRIPT = """
 import subprocess, sys
 from vllm_diffusion.startup.environment import compile_once
@@ -28,7 +28,7 @@ print([fact.remedy for fact in environment_facts() if fact.name == "PYTHONDONTWR
 
 @pytest.fixture
 def packages(tmp_path: Path) -> Path:
-    """A torch and a vLLM of a line each, where Python finds them first."""
+    """Create a torch and a vLLM of one line each, where Python finds them first."""
     folder = tmp_path / "packages"
     for name in ("torch", "vllm"):
         (folder / name).mkdir(parents=True)
@@ -53,7 +53,7 @@ def compiled(folder: Path) -> list[str]:
 
 
 def test_written_once_in_the_cache_folder(packages: Path, tmp_path: Path) -> None:
-    """By this process and by the one it starts, and not beside the sources."""
+    """This process and its child write bytecode once to the cache folder, not to the sources."""
     cache = tmp_path / "cache"
     told = run(packages, "-c", SCRIPT, PYTHONDONTWRITEBYTECODE="1", XDG_CACHE_HOME=str(cache))
     written = cache / "vllm-diffusion" / "bytecode"
@@ -65,7 +65,7 @@ def test_written_once_in_the_cache_folder(packages: Path, tmp_path: Path) -> Non
 
 
 def test_left_alone(packages: Path, tmp_path: Path) -> None:
-    """Where there is bytecode already, none is made elsewhere; nor where it cannot be written."""
+    """No bytecode is written if there is some already or if the folder is not writable."""
     cache = tmp_path / "cache"
     settings = {"PYTHONDONTWRITEBYTECODE": "1", "XDG_CACHE_HOME": str(cache)}
     cache.write_text("no folder")
@@ -78,7 +78,7 @@ def test_left_alone(packages: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_of_the_user(packages: Path, tmp_path: Path) -> None:
-    """The folder that the user keeps bytecode in is taken."""
+    """Bytecode is written to the folder that the user has set."""
     mine = tmp_path / "mine"
     run(packages, "-c", SCRIPT, PYTHONDONTWRITEBYTECODE="1", PYTHONPYCACHEPREFIX=str(mine))
     assert {"torch", "vllm"} <= set(compiled(mine))
@@ -97,7 +97,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.parametrize("command", ["--help", "checkpoint", "demo --help", "doctor --help"])
 def test_a_user_without_a_home(command: str, packages: Path, tmp_path: Path) -> None:
-    """Commands run for a user of whom a container knows a number only, and write nothing where they are."""
+    """Commands run for a container's user without a home, and write nothing to the sources."""
     here = tmp_path / "here"
     here.mkdir()
     told = subprocess.run(
@@ -119,7 +119,7 @@ VARIABLE = "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"
 
 @pytest.mark.parametrize(("family", "awaited"), [("sdar", 5), ("qwen3", 0)])
 def test_engine_is_awaited(family: str, awaited: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By vLLM's own means, where its server would kill the engine at once; ordinary models are vLLM's."""
+    """A server awaits its engine by vLLM's own option, and an ordinary model's does not."""
     from vllm import EngineArgs
     from vllm.v1.engine.utils import get_engine_process_shutdown_timeout
 

@@ -1,4 +1,4 @@
-"""Back ends of products that were measured faster on a card, and the operator's, which win."""
+"""Tests of back ends that were measured to be faster on a card, and of the operator's choice."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def chosen(
     quantization: dict[str, Any] | None = FP8,
     **given: Any,
 ) -> tuple[str, str]:
-    """The back ends of experts and linear layers after a start on a card with a table."""
+    """Return the back ends of experts and linear layers after a start on a card with a table."""
     from vllm import platforms
     from vllm.config.kernel import KernelConfig
 
@@ -53,7 +53,7 @@ def chosen(
 
 
 def test_what_was_measured_faster_is_taken(monkeypatch, caplog):
-    """Both products get their back ends, and one log line names them with their measurements."""
+    """Experts and linear layers get the faster back ends, which one log line names."""
     with caplog.at_level(logging.INFO, logger="vllm.vllm_diffusion"):
         assert chosen(monkeypatch, HUMMING, TORCH) == ("humming", "torch")
     named = [record for record in caplog.records if record.name == "vllm.vllm_diffusion"]
@@ -87,13 +87,13 @@ def test_the_operator_s_back_end_wins(monkeypatch, given, expected):
     ],
 )
 def test_vllm_chooses_where_nothing_pays(monkeypatch, elsewhere):
-    """Another card, format or capability, and a back end that is too slow, leave the choice to vLLM."""
+    """vLLM chooses for another card or format, and if no back end is faster enough."""
     row = elsewhere.pop("row", HUMMING)
     assert chosen(monkeypatch, row, **elsewhere) == ("auto", "auto")
 
 
 def test_a_start_asks_the_table(monkeypatch):
-    """A start of a diffusion model sets what the table has for its card before its configuration is final."""
+    """A start of a diffusion model applies the table before its configuration is final."""
     monkeypatch.setattr(
         engine_config,
         "choose_backends",
@@ -103,7 +103,7 @@ def test_a_start_asks_the_table(monkeypatch):
 
 
 def test_formats_are_told_apart():
-    """A format is named with what shares a scale of its weights."""
+    """The name of a format contains the part of a weight that shares a scale."""
     for name in ("fp8-dynamic", "nvfp4"):
         settings = json.loads((ROOT / f"benchmarks/configs/{name}.json").read_text())
         arch = SimpleNamespace(quantization_config=settings)
@@ -113,7 +113,7 @@ def test_formats_are_told_apart():
 
 
 def test_every_row_of_the_table_pays_and_has_a_kept_source():
-    """The table holds no back end without a result that is kept in the repository."""
+    """Every row of the table is faster and has a result that is kept in the repository."""
     for row in measured_backends.MEASURED:
         assert row.pays, row
         assert (ROOT / row.source.partition(",")[0]).is_file(), row

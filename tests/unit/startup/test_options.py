@@ -1,4 +1,4 @@
-"""Every option of this vLLM was decided about, and what is refused says so in a sentence."""
+"""Every option of this vLLM has a decision, and every refused one a sentence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ELSEWHERE = {"--attention-backend"}
 
 
 def options_of_vllm() -> dict[str, str]:
-    """Every option of ``vllm serve`` by its first long name, with its attribute."""
+    """Return every option of ``vllm serve`` by its first long name, with its attribute."""
     from tests.robustness.serve_options import serve_parser
 
     found = {}
@@ -30,7 +30,7 @@ def options_of_vllm() -> dict[str, str]:
 
 
 def settings_of(attribute: str) -> list[str]:
-    """Names of an option's own settings; empty unless it takes a configuration as JSON."""
+    """Return the names of an option's settings, if it accepts a configuration as JSON."""
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
@@ -44,9 +44,9 @@ def settings_of(attribute: str) -> list[str]:
 
 
 def test_every_option_is_known() -> None:
-    """A new option of vLLM fails here until somebody decides, and one that is gone until it goes.
+    """Every option of vLLM is listed, and no other.
 
-    Where one setting of an option that takes JSON is known, all of them are.
+    Of a listed JSON option every setting is listed.
     """
     known = {*OPTIONS.known, *sentences()}
     assert not set(OPTIONS.known) & set(sentences())
@@ -60,14 +60,14 @@ def test_every_option_is_known() -> None:
 
 
 def test_settings_are_found() -> None:
-    """The walk above sees the settings of a JSON option."""
+    """The settings of a JSON option are found."""
     assert "backend" in settings_of("structured_outputs_config")
     assert "backend_per_kind" in settings_of("attention_config")
     assert settings_of("max_num_seqs") == []
 
 
 def test_refusals_have_conditions() -> None:
-    """What has a sentence is refused, and tried, and nothing else is."""
+    """Exactly the options with a sentence have a condition that refuses them."""
     in_code = [*options.EARLY_CONDITIONS, *options.CONDITIONS, *ELSEWHERE]
     conditions = [*refused_fields(), *in_code]
     assert sorted(conditions) == sorted(sentences())
@@ -77,7 +77,7 @@ def test_refusals_have_conditions() -> None:
 
 @pytest.mark.parametrize("name", sentences())
 def test_sentences(name: str) -> None:
-    """One sentence that names what was set, and is recognised with values in place."""
+    """Each refusal is one sentence that names the option, and is recognized with its values."""
     line = sentences()[name]
     assert "\n" not in line
     assert line.endswith(".")

@@ -1,4 +1,4 @@
-"""The size and order of passes where the operator says nothing, and the class of the workers."""
+"""Tests of the default size and order of passes, and of the class of the workers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GIB = 2**30
     ],
 )
 def test_a_pass_saved_against_the_host_s_time(monkeypatch, device, host, steps, extra, pays):
-    """The arithmetic, on both sides of where it turns."""
+    """The comparison of a saved pass with the host's time is right on both sides of its limit."""
     monkeypatch.setattr(async_scheduling, "HOST_MS", host)
     assert async_scheduling.asynchronous_pays(device, steps, extra) is pays
 
@@ -65,7 +65,7 @@ FINAL = masked_spec(8, rule=Levenshtein(4, delete_token_id=5, split_token_id=6))
 def test_order_of_passes(
     spec: CanvasSpec, is_async: bool, own_attention: bool, order: PassOrder
 ) -> None:
-    """What the passes of each kind of canvas do."""
+    """The order is that which each kind of canvas needs."""
     assert PassOrder.of(spec, is_async=is_async, own_attention=own_attention) == order
 
 
@@ -84,7 +84,7 @@ def test_order_of_passes(
     ],
 )
 def test_choice(monkeypatch, is_cpu, weights, steps, chosen):
-    """What vLLM is left to choose is the asynchronous order, where it can run."""
+    """The asynchronous order is left to vLLM exactly where it pays and can run."""
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: is_cpu)
@@ -99,12 +99,12 @@ OURS = "builtins.dict"
     [("auto", OURS), (OURS, OURS), ("collections.OrderedDict", "collections.OrderedDict")],
 )
 def test_worker_class(given: str, chosen: str) -> None:
-    """Ours where the operator names none; a class that derives from ours stays."""
+    """Workers have our class by default, and a class that derives from it stays."""
     assert choose_worker(given, OURS) == chosen
 
 
 def test_another_class() -> None:
-    """Its model runner would sample logits: refused, with what to derive it from."""
+    """A worker class of another runner is refused with the class to derive from."""
     with pytest.raises(
         ValueError, match="--worker-cls builtins.list .* derive it from builtins.dict"
     ):

@@ -1,4 +1,4 @@
-"""The list of published checkpoints: each line is one that vLLM and its family take."""
+"""vLLM and the family accept each line of the list of published checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vllm_diffusion.startup.published_checkpoints import (
 pytestmark = pytest.mark.engine
 
 LISTED = checkpoint_families()
-# Tiny checkpoints by what the list says of their families.
+# Tiny checkpoints by the list's names of their families.
 TINY = {
     "DiffusionGemmaForBlockDiffusion": "diffusion-gemma",
     "SDARForCausalLM": "sdar",
@@ -47,7 +47,7 @@ UNPUBLISHED = {"A2DLlamaLMHeadModel", "A2DLlamaMDLM", "Fast_dLLM_Qwen3ForCausalL
 
 
 def parsed(command: str) -> Any:
-    """What vLLM's own parser makes of a line that begins with ``vllm serve``."""
+    """Return what vLLM's parser makes of a line that begins with ``vllm serve``."""
     from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -58,7 +58,7 @@ def parsed(command: str) -> Any:
 
 
 def test_every_family_and_id_is_listed_once() -> None:
-    """Each served architecture has checkpoints, no id stands twice, and each says where it was read."""
+    """Each architecture has checkpoints, whose ids are unique and have their sources."""
     served = {one.architecture for one in FAMILIES}
     assert {family.architecture for family in LISTED} == served - UNPUBLISHED
     rows = [row for family in LISTED for row in family.checkpoint]
@@ -68,7 +68,7 @@ def test_every_family_and_id_is_listed_once() -> None:
 
 
 def test_every_line_is_one_that_vllm_takes() -> None:
-    """vLLM's parser reads each line, and knows the parsers that it names."""
+    """vLLM's parser accepts each line, and knows the parsers that it names."""
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
 
@@ -87,7 +87,7 @@ def test_every_line_is_one_that_vllm_takes() -> None:
 def test_its_family_takes_the_line(
     family: CheckpointFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tiny checkpoint in a folder of the published name gets a plan of its family by the line's options."""
+    """Each line's options give a tiny checkpoint of that name a plan of its family."""
     from vllm.engine.arg_utils import EngineArgs
 
     # The tiny ones have fewer positions than the published.
@@ -105,7 +105,7 @@ def test_its_family_takes_the_line(
 
 
 def test_models_prints_lines_to_copy(capsys: pytest.CaptureFixture[str]) -> None:
-    """The command lists what has all words in family or id, with the line that serves it; or says that nothing has."""
+    """The command lists the lines whose family or id has all words, or reports that none has."""
     assert main(["models", "SDAR", "4b"]) == 0
     out = capsys.readouterr().out
     assert "\n  vllm serve JetLM/SDAR-4B-Chat --tool-call-parser hermes" in out

@@ -1,4 +1,4 @@
-"""Published sampling is told from what is served, and the data names what exists."""
+"""A start compares the published sampling with what it serves, by data whose names exist."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MASKED = [
 
 @pytest.mark.parametrize(("architecture", "rule"), MASKED)
 def test_every_rule_has_its_loop(architecture: str, rule: str) -> None:
-    """The settings of the published function are the rule's own, with values that it allows."""
+    """A published loop's settings are settings of its rule, with values that the rule allows."""
     run = published_loop(architecture, rule)
     assert run is not None
     known = {family.architecture: imported(family.engine_config) for family in FAMILIES}
@@ -35,7 +35,7 @@ def test_every_rule_has_its_loop(architecture: str, rule: str) -> None:
 
 
 def test_sources() -> None:
-    """Each says where it was read, and names parameters of vLLM's."""
+    """Each published run has its source, and names parameters of vLLM's."""
     for run in published_runs():
         assert run.source
         assert run.kind in ("function", "example", "evaluation", "checkpoint")
@@ -62,11 +62,11 @@ def test_sources() -> None:
     ids=str,
 )
 def test_sampling_changes(served: dict, wanted: dict, changes: dict) -> None:
-    """Filters mean nothing at temperature 0; a penalty does."""
+    """At temperature 0 a filter is not a difference in sampling, and a penalty is."""
     assert sampling_changes(served, wanted) == changes
 
 
 def test_sampling_changes_of_a_rule_that_judges_by_filters() -> None:
-    """A filter at temperature 0 is a difference where the rule judges by it."""
+    """A filter at temperature 0 is a difference if the rule judges by it."""
     changes = sampling_changes({"temperature": 0.0, "top_p": 0.9}, {"temperature": 0.0}, True)
     assert changes == {"top_p": (0.9, 1.0)}

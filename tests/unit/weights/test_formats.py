@@ -1,4 +1,4 @@
-"""A quantization config of any content is read, left to vLLM, or refused in a sentence that names the field."""
+"""Any quantization config is read, left to vLLM, or refused by the name of a field."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VALUES = st.one_of(
 
 
 def paths_of(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The keys that lead to each value in an object, lists' entries left out."""
+    """Return the keys that lead to each value in an object, without the entries of lists."""
     if not isinstance(value, dict):
         return []
     return [
@@ -44,7 +44,7 @@ def config_of(name: str) -> dict[str, Any]:
 
 
 def outcome(settings: dict[str, Any]) -> Format | str | None:
-    """The format, or the sentence with which it is refused."""
+    """Return the format, or the sentence with which it is refused."""
     try:
         found = read_format(settings)
         ignored_entries(settings)
@@ -62,7 +62,7 @@ def outcome(settings: dict[str, Any]) -> Format | str | None:
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
 def test_any_value(name: str, data: st.DataObject) -> None:
-    """One field has any value, or is missing: what is refused is refused by its name, or by what it contradicts."""
+    """A config with any value in one field is read, or refused by the name of the field."""
     settings = config_of(name)
     *outer, last = data.draw(st.sampled_from(paths_of(settings)))
     inner: Any = settings
@@ -86,7 +86,7 @@ def with_weights(**changes: Any) -> dict[str, Any]:
 
 
 def test_block_as_text() -> None:
-    """compressed-tensors reads "128x128" as two numbers, and so is the shape of its scales."""
+    """A block size as text, such as "128x128", is read as two numbers."""
     settings = with_weights(strategy="block", block_structure="128x128")
     found = read_format(settings)
     assert found is not None
@@ -111,7 +111,7 @@ def test_block_as_text() -> None:
     ids=str,
 )
 def test_fields(settings: dict[str, Any], words: list[str]) -> None:
-    """The sentence has the field, its value and what is served."""
+    """A refusal has the field, its value and what is served."""
     message = outcome(settings)
     assert isinstance(message, str)
     assert all(word in message for word in words), message
@@ -119,5 +119,5 @@ def test_fields(settings: dict[str, Any], words: list[str]) -> None:
 
 @pytest.mark.parametrize("version", ["0.18.0", "99.1", "latest", None, 3])
 def test_version_of_the_writer(version: Any) -> None:
-    """A file says who wrote it; what it holds decides whether it is served."""
+    """The version of the tool that wrote a file does not decide whether it is served."""
     assert isinstance(outcome(config_of("fp8-dynamic") | {"version": version}), Format)

@@ -1,4 +1,7 @@
-"""A GPU that is too old or too small is refused before anything is loaded, by lower bounds of what is needed."""
+"""A GPU that is too old or too small is refused before anything is loaded.
+
+The limits are lower bounds of what is needed.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ CONFIGS = Path(__file__).resolve().parents[3] / "benchmarks/configs"
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """What the check reads of the configuration of the 26B shape, by its format."""
+    """Return a function for the configuration of the 26B shape, by its format."""
 
     @functools.cache
     def folder(weights: str) -> Path:
@@ -44,7 +47,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """An RTX 4090, as vLLM's platform reports it."""
+    """Simulate an RTX 4090, as vLLM's platform reports it."""
     platform = SimpleNamespace(
         is_cuda=lambda: True,
         get_device_capability=lambda: DeviceCapability(8, 9),
@@ -69,11 +72,12 @@ def _configuration(folder: Path, parallel: dict[str, Any]) -> Any:
     [("bf16", 47.03), ("fp8-dynamic", 24.26), ("nvfp4-modelopt", 16.46)],
 )
 def test_weight_bytes(weights, gib, published):
+    """The bytes of the weights are computed right for each format."""
     assert weight_bytes(published(weights).model_config) / GIB == pytest.approx(gib, abs=0.01)
 
 
 def test_a_model_of_the_hub(monkeypatch):
-    """Its headers are read as vLLM reads them; where they cannot be, nothing is refused."""
+    """A Hub model's headers are read as by vLLM; if that fails, nothing is refused."""
     described = {"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
     described["p"] = {"dtype": "U8", "shape": [2, 3], "data_offsets": [24, 30]}
     answers = iter([described, {}])
@@ -88,6 +92,7 @@ def test_a_model_of_the_hub(monkeypatch):
 
 
 def test_weights_that_do_not_fit(gpu, published):
+    """Weights that do not fit are refused with their size and the GPU's."""
     with pytest.raises(
         ValueError, match=r"weights take 24\.3 GiB .* 23\.5 GiB, of which .* 21\.6 "
     ):
@@ -103,11 +108,12 @@ def test_weights_that_do_not_fit(gpu, published):
     ],
 )
 def test_weights_that_fit(weights, parallel, gpu, published):
+    """Weights that fit on the GPU, or on several, are accepted."""
     check_room(published(weights, **parallel))
 
 
 def test_a_share_that_does_not_count(gpu, published):
-    """24.3 GiB of weights on a GPU of 25, with a cache of a given size."""
+    """The share of memory for vLLM does not count if the size of the cache is given."""
     gpu.get_device_total_memory = lambda: 25 * GIB
     config = published("fp8-dynamic")
     with pytest.raises(ValueError, match=r"has 25\.0 GiB, of which vLLM may take 23\.0"):
@@ -117,14 +123,14 @@ def test_a_share_that_does_not_count(gpu, published):
 
 
 def test_weights_that_move_to_the_host(gpu, published):
-    """How many bytes stay on the GPU is not known then."""
+    """Weights that partly move to the host are not refused, as their size is unknown."""
     config = published("fp8-dynamic")
     config.offload_config.uva.cpu_offload_gb = 10
     check_room(config)
 
 
 def test_weights_that_are_quantised_while_they_are_loaded(gpu, published):
-    """47.0 GiB in the file, and about half of that on the GPU."""
+    """Weights quantized while loading count half of their 47.0 GiB in the file."""
     config = published("bf16")
     with pytest.raises(ValueError, match=r"weights take 47\.0 GiB"):
         check_room(config)
@@ -133,6 +139,7 @@ def test_weights_that_are_quantised_while_they_are_loaded(gpu, published):
 
 
 def test_an_old_gpu(gpu):
+    """A GPU of compute capability below 8.0 is refused by name."""
     check_capability()
     gpu.get_device_capability = lambda: DeviceCapability(7, 5)
     with pytest.raises(ValueError, match=r"RTX 4090\) has compute capability 7\.5, .* need 8\.0"):

@@ -1,4 +1,7 @@
-"""A checkpoint that is not what its config says is refused by tensor and file while it is loaded; harmless oddities serve."""
+"""Loading refuses a checkpoint that differs from its config, by tensor and file.
+
+Harmless oddities are served.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def _rank() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The shipped checkpoints, and the first one in three formats."""
+    """Return the shipped checkpoints, and the first one in three formats."""
     folder = tmp_path_factory.mktemp("quantized")
     schemes = ("fp8-dynamic", "nvfp4", "fp8-static")
     made = {one: quantized_checkpoint(folder / one, one, num_prompts=2) for one in schemes}
@@ -51,10 +54,10 @@ def refusal(folder: Path, **options: Any) -> str:
 def test_good_checkpoints(
     name: str, sources: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What the cases below change is loaded, with every value that it holds, before the change."""
+    """The checkpoints that the other tests change load completely before the change."""
     model = load(sources[name])
     assert not [one for one in caplog.messages if "left out" in one]
-    # Nothing of the watch stays behind.
+    # Nothing of the watch remains.
     assert not any("CheckedLoading" in repr(vars(one)) for one in model.parameters())
 
 
@@ -79,7 +82,7 @@ def rename(old: str, new: str) -> Callable[[Tensors], Any]:
 
 
 def copy_of(name: str, make: Callable[[Tensor], Tensor] = torch.clone) -> Callable[[Tensors], Any]:
-    """The encoder's copy of a tensor of the decoder's."""
+    """Return the encoder's copy of a decoder's tensor."""
     other = name.replace(DECODER, ENCODER)
     return lambda tensors: tensors.update({other: make(tensors[name]).clone()})
 
@@ -158,7 +161,7 @@ def test_bad_tensors(
     sources: dict[str, Path],
     tmp_path: Path,
 ) -> None:
-    """The message names the tensor and its file, or the folder that should have it."""
+    """The message names the tensor and its file, or the folder that lacks it."""
     folder = changed(sources[source], tmp_path / "bad", change)
     message = refusal(folder)
     assert all(word in message for word in [*words, str(folder)]), message
@@ -173,7 +176,7 @@ def num_values(folder: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["bf16", "fp8-dynamic", "nvfp4", "fp8-static"])
 def test_bad_tensors_in_stock(source: str, sources: dict[str, Path], tmp_path: Path) -> None:
-    """vLLM's own class fails at them without the file's name, or serves something else without a word."""
+    """vLLM's own class fails without the file's name, or silently serves something else."""
     whole = sources[source]
     changes = [change for its_source, change, _ in BAD_TENSORS if its_source == source]
     folders = [changed(whole, tmp_path / str(i), change) for i, change in enumerate(changes)]
@@ -214,7 +217,7 @@ def test_oddities_that_harm_nothing(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """They are loaded, with the values of what they were made of, and at most one warning."""
+    """Harmless oddities load with the original values and at most one warning."""
     folder = changed(sources[source], tmp_path / "odd", change)
     caplog.clear()
     odd = dict(load(folder).named_parameters())
@@ -229,7 +232,7 @@ def test_oddities_that_harm_nothing(
     "options", [{"language_model_only": True}, {"limit_mm_per_prompt": {"image": 0, "video": 0}}]
 )
 def test_a_save_of_the_language_model(options: dict[str, Any], tmp_path: Path) -> None:
-    """A trainer of the language model saves no encoder; without one no picture can be served."""
+    """A save without the encoder is served without pictures, and refused with them."""
 
     def drop_encoder(tensors: Tensors) -> None:
         for name in [one for one in tensors if one.startswith("model.encoder.")]:
@@ -241,7 +244,7 @@ def test_a_save_of_the_language_model(options: dict[str, Any], tmp_path: Path) -
 
 
 def test_layer_scalars(tmp_path: Path) -> None:
-    """Encoder and decoder share each layer, but each has its scalar; one that comes alone is both."""
+    """Encoder and decoder have a scalar each per layer, and a single one counts for both."""
     names = [f"{stack}layers.1.layer_scalar" for stack in (DECODER, ENCODER)]
     without = changed(SHIPPED, tmp_path / "none", drop(*names))
     assert "layers.1.layer_scalar" in refusal(without)
@@ -270,6 +273,7 @@ def test_layer_scalars(tmp_path: Path) -> None:
 def test_an_ignore_list_that_is_wrong(
     change: dict[str, Any], words: list[str], sources: dict[str, Path], tmp_path: Path
 ) -> None:
+    """A wrong ignore list is refused with the modules that it concerns."""
     folder = changed(
         sources["fp8-dynamic"],
         tmp_path / "bad",
@@ -306,7 +310,7 @@ def test_an_ignore_list_that_is_wrong(
 def test_ignore_lists_of_recipes(
     ignored: list[str], sources: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Entries that match nothing ignore nothing."""
+    """Entries of an ignore list that match nothing ignore nothing."""
     load(
         changed(
             sources["fp8-dynamic"],
@@ -317,7 +321,7 @@ def test_ignore_lists_of_recipes(
 
 
 def test_an_update_is_not_a_checkpoint(tmp_path: Path) -> None:
-    """What is loaded later, or into weights that were made up, may be a part."""
+    """An update of loaded or dummy weights may have only some of the tensors."""
     tensors = load_file(SHIPPED / "model.safetensors")
     load(SHIPPED).load_weights([(NORM, tensors[NORM] + 1)])  # type: ignore[operator]
     made_up = load(changed(SHIPPED, tmp_path / "dummy"), load_format="dummy")

@@ -1,4 +1,4 @@
-"""The tensors of published checkpoints by their configuration, and what a platform cannot run."""
+"""Tests of the tensors that a configuration implies, and of what a platform cannot run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def big_shapes():
 
 
 def test_number_of_tensors(big_shapes):
-    """The 26B checkpoint's 1,047 tensors, by its parts, and its 51.65 GB."""
+    """The 26B checkpoint's 1,047 tensors and 51.65 GB are those of its parts."""
     assert len(big_shapes) == 1047
     parts = {
         "model.decoder.self_conditioning.": 4,
@@ -51,7 +51,7 @@ def test_number_of_tensors(big_shapes):
 
 
 def test_a_configuration_without_pictures(big_shapes):
-    """Some releases of transformers fill the tower in, and its class makes one in all of them."""
+    """A configuration without pictures implies the same tensors of the text model."""
     config = config_of(CONFIGS / "26b.json")
     config.vision_config = None
     shapes = RULES.shapes(config)
@@ -68,7 +68,7 @@ def pattern_of(name: str) -> str:
 
 
 def test_every_name_pattern_is_one_that_loads(big_shapes):
-    """Each pattern behind the 1,047 names is one of the shipped checkpoint, which is served."""
+    """Each pattern of the 1,047 names occurs in the shipped checkpoint, which is served."""
     patterns = {pattern_of(name) for name in big_shapes}
     shipped = {
         pattern_of(RULES.canonical_name(name)) for name in load_file(SHIPPED / "model.safetensors")
@@ -78,7 +78,7 @@ def test_every_name_pattern_is_one_that_loads(big_shapes):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_each_module_is_as_the_config_says(name, big_shapes):
-    """Routers, self-conditioning and the vision tower stay; experts do not."""
+    """Experts are quantized; routers, self-conditioning and the vision tower are not."""
     quantized = read_format(json.loads((CONFIGS / f"{name}.json").read_text()))
     assert quantized is not None
     layer = "model.decoder.layers.3."
@@ -101,7 +101,7 @@ def test_each_module_is_as_the_config_says(name, big_shapes):
     ids=str,
 )
 def test_fp4_where_nothing_can_run_it(platform, is_served, monkeypatch):
-    """vLLM's compiled CPU build has no FP4."""
+    """FP4 is refused on vLLM's compiled CPU build, which cannot run it."""
     import vllm.platforms
 
     fake = SimpleNamespace(
@@ -122,18 +122,19 @@ def test_fp4_where_nothing_can_run_it(platform, is_served, monkeypatch):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_formats_that_the_cpu_does_not_emulate(layout):
-    """Some of them vLLM loads there, and ends at the first request."""
+    """A format that the CPU does not emulate is refused, even if vLLM would load it."""
     with pytest.raises(ValueError, match="not emulated on the CPU"):
         check_emulation("m", quantization_config(layout, []))
 
 
 @pytest.mark.parametrize("name", ["fp8-dynamic", "nvfp4", "nvfp4-modelopt"])
 def test_formats_that_the_cpu_emulates(name):
+    """A format that the CPU emulates is accepted."""
     check_emulation("m", json.loads((CONFIGS / f"{name}.json").read_text()))
 
 
 def test_mixed_formats_on_the_cpu():
-    """One group that is not emulated is enough."""
+    """A config is refused if one of its groups has a format that is not emulated."""
     settings = quantization_config("W4A16", [])
     fp8 = json.loads((CONFIGS / "fp8-dynamic.json").read_text())["config_groups"]["group_0"]
     settings["config_groups"]["group_1"] = fp8 | {"format": "float-quantized"}
@@ -143,7 +144,7 @@ def test_mixed_formats_on_the_cpu():
 
 @pytest.mark.parametrize("architecture", ["SDARForCausalLM", "Qwen3ForCausalLM"])
 def test_integer_weights_are_refused_before_they_are_loaded(architecture, tmp_path):
-    """Of a diffusion model and of an ordinary one."""
+    """Integer weights are refused before loading, of a diffusion model or an ordinary one."""
     folder = integer_checkpoint(SHIPPED.parent / "tiny_sdar", tmp_path / "gptq", "gptq")
     config = json.loads((folder / "config.json").read_text())
     if not architecture.startswith("SDAR"):

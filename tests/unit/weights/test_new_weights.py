@@ -1,4 +1,4 @@
-"""New weights that are not finite: found in files and in tensors, and refused by name."""
+"""New weights that are not finite are found in files and tensors, and refused by name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def written(folder: Path, values: Tensor) -> Path:
 def test_largest_magnitude(
     dtype: torch.dtype, value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of every value, wherever chunks end; FP8 has no infinity, and rounds one to NaN or its largest."""
+    """The largest magnitude covers every value across chunks, also in FP8 without infinity."""
     monkeypatch.setattr("vllm_diffusion.weights.weight_files._CHUNK_BYTES", 64)
     values = torch.linspace(-3, 2, 400).to(dtype)
 
@@ -57,7 +57,7 @@ def test_largest_magnitude(
 
 
 def test_check_folder(tmp_path: Path) -> None:
-    """Tensors are named; kinds of number that are not looked at are no fault."""
+    """Tensors that are not finite are named, and other kinds of numbers are not checked."""
     tensors: dict[str, Any] = {
         "counts": torch.arange(3),
         "scales": torch.ones(2).to(torch.float8_e8m0fnu),

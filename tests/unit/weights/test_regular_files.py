@@ -1,4 +1,4 @@
-"""What is not a file is told from one without being opened; no reader of ours waits for a named pipe."""
+"""What is not a regular file is recognized without being opened, so no reader waits for a pipe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_diffusion.weights.regular_files import open_own, why_not_file, why_not
 
 @pytest.fixture
 def pipe(tmp_path: Path) -> Iterator[Path]:
-    """A named pipe. Whoever waits for it is let go in the end."""
+    """Create a named pipe, and release in the end whoever waits for it."""
     path = tmp_path / "pipe"
     os.mkfifo(path)
     yield path
@@ -26,7 +26,7 @@ def pipe(tmp_path: Path) -> Iterator[Path]:
 
 
 def returns(work: Callable[[], Any]) -> Any:
-    """The result of a call, or the message of its refusal; fails if it does not come back."""
+    """Return the result of a call, or the message of its refusal; fail if it does not return."""
     found: list[Any] = []
 
     def run() -> None:
@@ -43,6 +43,7 @@ def returns(work: Callable[[], Any]) -> Any:
 
 
 def test_kinds(tmp_path: Path, pipe: Path) -> None:
+    """A path that is not a readable regular file is reported with its kind or error."""
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to("file")
     (tmp_path / "to pipe").symlink_to("pipe")
@@ -59,6 +60,7 @@ def test_kinds(tmp_path: Path, pipe: Path) -> None:
 
 
 def test_folders(tmp_path: Path) -> None:
+    """A folder that is unreadable or holds something other than files is reported."""
     folder = tmp_path / "folder"
     (folder / "below").mkdir(parents=True)
     (folder / "file").write_text("")
@@ -72,7 +74,7 @@ def test_folders(tmp_path: Path) -> None:
 
 
 def test_own_files(tmp_path: Path, pipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a link nor what another user may see or has put there is written to."""
+    """A link, another user's file or a file open to others is not written to."""
     file = tmp_path / "file"
     os.close(open_own(file, os.O_CREAT))
     (tmp_path / "link").symlink_to("file")
@@ -90,7 +92,7 @@ def test_own_files(tmp_path: Path, pipe: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_recordings(tmp_path: Path, pipe: Path) -> None:
-    """A named pipe as a recording, and in one that is read or written."""
+    """A named pipe as a recording, or within one, is refused on reading and writing."""
     assert "is a named pipe" in returns(lambda: read_recording(pipe))
     folder = tmp_path / "r"
     ring = Ring(folder, "engine0", 2**20)

@@ -33,7 +33,7 @@ def folder_of(folder: Path, files: list[str], index: list[str] | None = None) ->
 
 
 def read_by_vllm(folder: Path) -> list[str]:
-    """Names of the files whose tensors vLLM's loader hands to a diffusion model, after start-up's choice."""
+    """Return the files whose tensors vLLM's loader hands on, after start-up's choice."""
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     config = vllm_config(use_tqdm_on_load=False)
@@ -59,13 +59,14 @@ def read_by_vllm(folder: Path) -> list[str]:
 def test_same_files_as_vllm(
     files: list[str], index: list[str] | None, expected: list[str], tmp_path: Path
 ) -> None:
+    """The weight files found are those that vLLM's loader reads."""
     folder = folder_of(tmp_path, files, index)
     assert [path.name for path in weight_files(folder)] == expected
     assert read_by_vllm(folder) == expected
 
 
 def test_files_beside_an_index_are_not_checked(tmp_path: Path) -> None:
-    """A damaged file that nothing reads is no reason to refuse."""
+    """A damaged file that the index does not list is not a reason to refuse."""
     folder = folder_of(tmp_path, ["m.safetensors"], ["m.safetensors"])
     (folder / "consolidated.safetensors").write_bytes(b"no")
     check_weight_files(str(folder))
@@ -78,6 +79,7 @@ def test_files_beside_an_index_are_not_checked(tmp_path: Path) -> None:
     "content", ["[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "{"]
 )
 def test_index_of_no_files(content: str, tmp_path: Path) -> None:
+    """An index without a map of files is refused."""
     (tmp_path / INDEX).write_text(content)
     with pytest.raises(ValueError, match="holds no weight_map of files"):
         weight_files(tmp_path)
@@ -103,7 +105,7 @@ def test_index_of_no_files(content: str, tmp_path: Path) -> None:
     ids=str,
 )
 def test_pickled_weights(names: list[str], tmp_path: Path) -> None:
-    """They are refused with a command; what it writes, as it is printed, passes."""
+    """Pickled weights are refused with a command that converts them to accepted files."""
     folder = tmp_path / "it's a folder"
     folder.mkdir()
     shared, tensors = torch.arange(4.0), {}

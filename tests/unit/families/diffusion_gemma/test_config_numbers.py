@@ -1,4 +1,4 @@
-"""A number of ``config.json`` that no model can be made of is named, and every other one passes."""
+"""A number of ``config.json`` that makes no valid model is named, and every other one passes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ VISION_SIZES = (
 
 
 def changed(folder: Path, section: str | None, **changes: Any) -> Any:
-    """The shipped checkpoint's configuration, as transformers reads it."""
+    """Return the shipped checkpoint's configuration as transformers reads it, with a change."""
     content = json.loads((SHIPPED / "config.json").read_text())
     (content[section] if section else content).update(changes)
     (folder / "config.json").write_text(json.dumps(content))
@@ -66,7 +66,7 @@ def refusal(config: Any) -> str:
     ],
 )
 def test_size(section: str, key: str, value: int, tmp_path: Path) -> None:
-    """A size is at least 1, and none that a product of two sizes overflows with."""
+    """A size below 1, or one whose product with another size overflows, is refused by name."""
     assert f"{section}.{key}" in refusal(changed(tmp_path, section, **{key: value}))
 
 
@@ -74,13 +74,13 @@ def test_size(section: str, key: str, value: int, tmp_path: Path) -> None:
     ("key", "value"), [("rope_theta", -1.0), ("rope_theta", 0), ("partial_rotary_factor", 2.0)]
 )
 def test_rotary_embedding(key: str, value: float, tmp_path: Path) -> None:
-    """The same of positions."""
+    """A number of the rotary embedding that makes no valid model is refused by name."""
     config = changed(tmp_path, None)
     config.text_config.rope_parameters["full_attention"][key] = value
     assert f"rope_parameters.full_attention.{key}={value}" in refusal(config)
 
 
 def test_published_numbers_pass(tmp_path: Path) -> None:
-    """Those of the shipped checkpoint, and of the classes' defaults, which are real models'."""
+    """The numbers of the shipped checkpoint, and the defaults of real models, are accepted."""
     check_config_numbers(changed(tmp_path, None))
     check_config_numbers(type(AutoConfig.from_pretrained(SHIPPED))())

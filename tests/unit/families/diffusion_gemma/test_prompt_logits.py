@@ -1,4 +1,4 @@
-"""Logits of a prompt: vLLM asks for 1,024 rows at once, which its memory profile knows nothing of."""
+"""vLLM requests prompt logits for 1,024 rows at once, which its memory profile does not count."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ pytestmark = pytest.mark.engine
 
 
 def test_logits_are_held_once_in_float32():
+    """At its peak the memory holds float32 logits once, with the product they are made from."""
     hidden, head = torch.randn(7, 8).bfloat16() * 30, torch.randn(8, 50).bfloat16()
     model = SimpleNamespace(
         logits_processor=lambda weights, rows: rows @ weights, lm_head=head, softcap=30.0

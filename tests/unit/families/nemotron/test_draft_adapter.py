@@ -1,4 +1,4 @@
-"""The LoRA of drafts: in their rows, on every rank, and nowhere else."""
+"""The LoRA of drafts acts on their rows on every rank, and on no other rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Product:
 
 
 class Projection(nn.Module):
-    """What the adapter needs of vLLM's row-parallel layer; the ranks' outputs are to be summed."""
+    """The part of vLLM's row-parallel layer that the adapter needs, without the sum over ranks."""
 
     def __init__(self, weight: Tensor, rank: int, ranks: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Projection(nn.Module):
 
 
 def make(folder: Path, rank: int = 0, ranks: int = 1) -> tuple[Projection, DraftAdapter, Tensor]:
-    """A layer with the LoRA, and the whole of what that is."""
+    """Return a layer with the LoRA, and the full matrices of both."""
     generator = torch.Generator().manual_seed(0)
     weight, down, up = (
         torch.randn(shape, generator=generator) for shape in ((OUT, IN), (RANK, IN), (OUT, RANK))
@@ -57,7 +57,7 @@ def make(folder: Path, rank: int = 0, ranks: int = 1) -> tuple[Projection, Draft
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_rows(is_compiled: bool, tmp_path: Path) -> None:
-    """Marked rows have it, by its definition; the others are what they were, to the bit."""
+    """Marked rows get the LoRA by its definition, and all other rows keep their bits."""
     projection, adapter, added = make(tmp_path)
     run = projection
     if is_compiled:
@@ -74,7 +74,7 @@ def test_rows(is_compiled: bool, tmp_path: Path) -> None:
 
 
 def test_ranks(tmp_path: Path) -> None:
-    """The sum over two ranks is what one computes."""
+    """The sum over two ranks equals the result of one rank."""
     x = torch.randn(ROWS, IN, generator=torch.Generator().manual_seed(1))
     whole, adapter, _ = make(tmp_path)
     adapter.is_draft_row.fill_(True)

@@ -1,4 +1,4 @@
-"""What the page's plugin adds to a server, behind vLLM's own guard and ours."""
+"""Tests of what the page's plugin adds to a server, guarded by vLLM's middleware or ours."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def client(
 
 @pytest.mark.parametrize("guard", ["vllm", "ours"])
 def test_key(guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page asks for the key, so it comes without; what it says of the model does not."""
+    """The page's files need no key, since the page requests it; the facts of the model do."""
     from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
     monkeypatch.setenv("VLLM_API_KEY", "the key")
@@ -72,7 +72,7 @@ def test_key(guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_files() -> None:
-    """Every file that the page names is served, with headers that keep all else out."""
+    """Every file that the page names is served, with headers that exclude other sources."""
     asked = client(diffusion_gemma_spec(32))
     media_types = {"": "text/html", "css": "text/css", "js": "text/javascript"}
     named = set()
@@ -86,7 +86,7 @@ def test_files() -> None:
         assert response.headers["x-content-type-options"] == "nosniff"
         assert response.headers["referrer-policy"] == "no-referrer"
         if name == "marked.js":
-            # The library as its publisher released it, of which the page takes what makes no markup.
+            # The library as its publisher released it, from which the page uses what makes no markup.
             assert hashlib.sha256(response.content).hexdigest() == MARKED
             continue
         # Nothing is fetched from elsewhere, and nothing is written as markup.
@@ -102,7 +102,7 @@ def test_files() -> None:
     "spec", [diffusion_gemma_spec(32, 16), masked_spec(4)], ids=["gemma", "masked"]
 )
 def test_model(spec: Any) -> None:
-    """What it names may be set, and nothing beyond its bounds or words."""
+    """Every setting that the page names is accepted with each of its words and bounds."""
     told = client(spec).get(MODEL_PATH).json()
     assert (told["model"], told["architecture"], told["max_model_len"]) == ("m", "A", 64)
     assert told["canvas_length"] == spec.length
@@ -118,7 +118,7 @@ def test_model(spec: Any) -> None:
 
 
 def test_model_defaults() -> None:
-    """What holds where a request says nothing is what the server was started with."""
+    """The default of an argument is the value that the server was started with."""
     told = client(diffusion_gemma_spec(32, 16)).get(MODEL_PATH).json()
     defaults = {setting["name"]: setting["default"] for setting in told["settings"]}
     assert defaults["diffusion_max_steps"] == 16
@@ -128,7 +128,7 @@ def test_model_defaults() -> None:
 
 
 def test_tasks() -> None:
-    """What the model can do is told of a shipped checkpoint, and of no other."""
+    """The tasks of a model are listed for a shipped checkpoint and for no other."""
     spec = diffusion_gemma_spec(32)
     assert client(spec).get(MODEL_PATH).json()["tasks"] == ""
     shipped = client(spec, model=str(SHIPPED)).get(MODEL_PATH).json()
@@ -137,25 +137,25 @@ def test_tasks() -> None:
 
 @pytest.mark.parametrize(("limits", "takes"), [(None, False), ({"image": 0}, False), ({}, True)])
 def test_takes_pictures(limits: dict[str, int] | None, takes: bool) -> None:
-    """A picture is offered where the model and the server's limits take one."""
+    """Pictures are offered if both the model and the server's limits accept one."""
     config = None if limits is None else MultiModalConfig(limit_per_prompt=limits)
     told = client(diffusion_gemma_spec(32), multimodal_config=config).get(MODEL_PATH).json()
     assert told["takes_pictures"] is takes
 
 
 def test_end_tokens() -> None:
-    """Those of the tokenizer and of ``generation_config.json``, spelled as frames spell them."""
+    """The end tokens of tokenizer and ``generation_config.json`` are spelled as in frames."""
     told = client(diffusion_gemma_spec(32)).get(MODEL_PATH).json()
     assert sorted(told["end_tokens"]) == ["<eos>", "<turn|>"]
 
 
 def test_end_tokens_without_tokenizer() -> None:
-    """A server that was started without a tokenizer has no text to name."""
+    """A server that was started without a tokenizer has no text for end tokens."""
     assert end_tokens_of(engine_client(None).vllm_config.model_config, None) == []
 
 
 def test_another_model() -> None:
-    """A model without canvases is named, where somebody asks."""
+    """A request for the facts of a model without canvases gets a 404 with its name."""
     response = client().get(MODEL_PATH)
     assert response.status_code == 404
     assert "m is not served by vllm-diffusion" in response.json()["detail"]

@@ -47,12 +47,12 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def compiler(tokenizer: Any) -> Any:
-    """llguidance's tokenizer of the model, for which grammars are compiled."""
+    """Return llguidance's tokenizer of the model, for which grammars are compiled."""
     return _ll_tokenizer(tokenizer, VOCAB_SIZE)
 
 
 def machine(compiler: Any, request: Any) -> GuidedText:
-    """The engine's grammar for the constraint of a request."""
+    """Return the engine's grammar for the constraint of a request."""
     constraint = request.structured_outputs
     read_constraint(constraint, StructuredOutputsConfig())
     assert constraint._backend == "guidance"
@@ -63,7 +63,7 @@ def machine(compiler: Any, request: Any) -> GuidedText:
 
 
 def draw(compiler: Any, request: Any, seed: int) -> list[int]:
-    """Tokens drawn at random from what the grammar allows, markers and ends more often."""
+    """Draw tokens that the grammar allows, markers and ends more often."""
     grammar = machine(compiler, request)
     bitmask = torch.zeros((1, VOCAB_SIZE // 32), dtype=torch.int32)
     dice = random.Random(seed)
@@ -90,7 +90,7 @@ def read_whole(tokenizer: Any, request: Any, tokens: list[int]) -> list[tuple[st
 def read_stream(
     tokenizer: Any, request: Any, tokens: list[int], width: int
 ) -> list[tuple[str, str]]:
-    """What a client puts together from chunks of ``width`` tokens."""
+    """Return what a client puts together from chunks of ``width`` tokens."""
     parser = gemma_parser(tokenizer)
     calls: dict[int, list[str]] = {}
     sent = ""
@@ -127,12 +127,12 @@ def check_call(tokenizer: Any, compiler: Any, parameters: Any, seed: int, width:
 @settings(max_examples=30, **QUIET)
 @given(PARAMETERS, st.integers(0, 10**6), st.sampled_from([1, 7, 32]))
 def test_calls_satisfy_their_schema(tokenizer, compiler, parameters, seed, width):
-    """Any schema, any draw, whole or streamed."""
+    """Any draw for any schema, whole or streamed, gives arguments that satisfy the schema."""
     check_call(tokenizer, compiler, parameters, seed, width)
 
 
 def test_what_clients_generate_from_classes(tokenizer, compiler):
-    """References, optional records and lists of records, as the openai client writes them."""
+    """Schemas that the openai client writes from nested and optional records are followed."""
     from openai import pydantic_function_tool
     from pydantic import BaseModel
 
@@ -173,7 +173,7 @@ def test_what_clients_generate_from_classes(tokenizer, compiler):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_free_calls_are_read_by_what_they_write(tokenizer, call, arguments):
-    """A value that its schema allows keeps its type, and another is made one of the allowed types if it can be."""
+    """A value of an allowed type keeps it, and another is converted to one if possible."""
     parameters = {
         "type": "object",
         "properties": {
@@ -200,7 +200,7 @@ def test_free_calls_are_read_by_what_they_write(tokenizer, call, arguments):
 
 
 def test_a_named_tool_is_called_once(tokenizer, compiler):
-    """``required`` may call several times, a named tool and no parallel calls once."""
+    """``required`` allows several calls; a named tool or no parallel calls allow one."""
     tools = [tool({"type": "object", "properties": {}}, name=name) for name in ("one", "two")]
     for fields, names in (
         ({"tool_choice": {"type": "function", "function": {"name": "two"}}}, {"two"}),
@@ -215,7 +215,7 @@ def test_a_named_tool_is_called_once(tokenizer, compiler):
 
 
 def test_auto_is_free_unless_a_tool_is_strict(tokenizer, compiler):
-    """As with vLLM's other parsers."""
+    """``auto`` constrains nothing unless a tool is strict, as with vLLM's other parsers."""
     parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     free = tool_request([tool(parameters)], tool_choice="auto")
     assert gemma_parser(tokenizer).adjust_request(free).structured_outputs is None
@@ -231,7 +231,7 @@ def test_auto_is_free_unless_a_tool_is_strict(tokenizer, compiler):
 
 
 def test_other_models_are_left_alone(tokenizer):
-    """For a model that does not diffuse, ``gemma4`` asks for what vLLM's parser asks for."""
+    """For a model that does not diffuse, ``gemma4`` constrains what vLLM's own parser does."""
     from vllm.tool_parsers.gemma4_engine_tool_parser import Gemma4EngineToolParser
 
     for choice in ("required", "auto", {"type": "function", "function": {"name": "store"}}):
@@ -290,7 +290,7 @@ NESTED = functools.reduce(lambda inner, _: [inner], range(40), [])
     ids=repr,
 )
 def test_refused_schemas(tokenizer, schema, words):
-    """What the format cannot say is refused by tool, place and reason, before anything runs."""
+    """A schema that the format cannot express is refused by tool, place and reason."""
     parameters = {"type": "object", "properties": {"a": schema}}
     with pytest.raises(VLLMValidationError, match=r"tools: store: ") as refusal:
         gemma_parser(tokenizer).adjust_request(tool_request([tool(parameters, strict=True)]))
@@ -366,14 +366,14 @@ SERVED = [
 
 @pytest.mark.parametrize("schema", SERVED, ids=lambda schema: repr(schema)[:99])
 def test_what_strict_tools_may_ask(tokenizer, compiler, schema):
-    """Lengths beside patterns, multiples, bounds of any size and records that are told apart are held."""
+    """Strict tools follow lengths with patterns, multiples, large bounds and tagged records."""
     parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
     for seed in range(8):
         check_call(tokenizer, compiler, parameters, seed, 7)
 
 
 def test_strings_that_a_pattern_allows(tokenizer, compiler):
-    """A pattern's classes are of ASCII, it is found anywhere, and its string holds no marker's spelling."""
+    """A pattern is ASCII, may match anywhere, and never allows a marker's spelling."""
     for pattern, allowed, forbidden in (
         (r"^\d\w$", ["1a", "1_"], ["١a", "1é"]),
         (r"^[\w-~]$", ["-", "~", "a"], ["`", "}"]),
@@ -389,7 +389,7 @@ def test_strings_that_a_pattern_allows(tokenizer, compiler):
         adjusted = gemma_parser(tokenizer).adjust_request(request)
         quote = tokenizer.convert_tokens_to_ids('<|"|>')
         for text in allowed + forbidden:
-            # Byte after byte, so that a marker's spelling is no marker.
+            # Byte after byte, so that a marker's spelling is not a marker.
             letters = [
                 token
                 for letter in text
@@ -412,7 +412,7 @@ def test_strings_that_a_pattern_allows(tokenizer, compiler):
     ],
 )
 def test_keys_of_a_free_object(tokenizer, compiler, key, is_key):
-    """An object with any properties, as a filter of a database is, may have every name that the reader takes as it stands."""
+    """A free object may have every key that the reader accepts unquoted."""
     parameters = {"type": "object", "properties": {"a": {"type": "object"}}}
     request = gemma_parser(tokenizer).adjust_request(tool_request([tool(parameters, strict=True)]))
     call = f"<|tool_call>call:store{{a:{{b:{{{key}:5}}}}}}<tool_call|>"
@@ -433,7 +433,7 @@ def test_keys_of_a_free_object(tokenizer, compiler, key, is_key):
     ids=["json", "regex", "choice"],
 )
 def test_a_call_or_a_form(tokenizer, compiler, fields, texts):
-    """With a free choice of tools and a form the answer is a call or has the form."""
+    """With ``auto`` and a constraint the answer is a call or satisfies the constraint."""
     parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     request = tool_request([tool(parameters, strict=True)], tool_choice="auto")
     request.structured_outputs = StructuredOutputsParams(**fields)
@@ -449,7 +449,7 @@ def test_a_call_or_a_form(tokenizer, compiler, fields, texts):
 
 
 def test_a_call_or_ebnf(tokenizer):
-    """A grammar in EBNF beside tools is refused, since another back end follows it."""
+    """An EBNF grammar together with tools is refused, since another back end follows it."""
     request = tool_request([tool({}, strict=True)], tool_choice="auto")
     request.structured_outputs = StructuredOutputsParams(grammar='root ::= "a"')
     adjusted = gemma_parser(tokenizer).adjust_request(request)
@@ -459,7 +459,7 @@ def test_a_call_or_ebnf(tokenizer):
 
 @pytest.mark.parametrize("keyword", [{"pattern": "a+"}, {"minimum": 3}, {"format": "date"}])
 def test_a_tool_that_is_not_strict_may_narrow_its_values(tokenizer, keyword):
-    """Its types are held to, the rest is the model's affair."""
+    """A tool that is not strict and narrows its values still gets a grammar."""
     parameters = {"type": "object", "properties": {"a": {"type": "string", **keyword}}}
     adjusted = gemma_parser(tokenizer).adjust_request(tool_request([tool(parameters)]))
     assert adjusted.structured_outputs.structural_tag
@@ -475,7 +475,7 @@ def test_a_tool_that_is_not_strict_may_narrow_its_values(tokenizer, keyword):
     ids=repr,
 )
 def test_a_tool_that_is_not_strict_takes_any_object(tokenizer, parameters):
-    """Where its schema cannot be followed it is called all the same."""
+    """A tool that is not strict is called with any object if its schema cannot be followed."""
     adjusted = gemma_parser(tokenizer).adjust_request(tool_request([tool(parameters)]))
     assert adjusted.structured_outputs.structural_tag
 
@@ -491,13 +491,14 @@ def test_a_tool_that_is_not_strict_takes_any_object(tokenizer, parameters):
     ids=repr,
 )
 def test_an_alternative_that_allows_nothing_leaves_the_others(tokenizer, alternative):
-    """A strict tool's alternative without a value is left out, as zod and OpenAPI write null."""
+    """A strict tool omits an alternative without values, as zod and OpenAPI write null."""
     parameters = {"type": "object", "properties": {"a": {"anyOf": [TEXT, alternative]}}}
     adjusted = gemma_parser(tokenizer).adjust_request(tool_request([tool(parameters, strict=True)]))
     assert adjusted.structured_outputs.structural_tag
 
 
 def test_all_refused_tools_are_named(tokenizer):
+    """A refusal names every refused tool with the place in its schema."""
     parameters = {"type": "object", "properties": {"a": {"not": {}}}}
     tools = [tool(parameters, name, strict=True) for name in ("one", "two")]
     with pytest.raises(
@@ -507,7 +508,7 @@ def test_all_refused_tools_are_named(tokenizer):
 
 
 def test_a_schema_cannot_multiply(tokenizer):
-    """References that double at each level are refused in no time, as is a deep schema."""
+    """Doubling references and deep schemas are refused before they are expanded."""
     definitions = {"d0": TEXT} | {
         f"d{i}": {
             "type": "object",
@@ -524,7 +525,7 @@ def test_a_schema_cannot_multiply(tokenizer):
 
 
 def test_tools_are_read_once_and_off_the_event_loop(tokenizer, monkeypatch):
-    """Where an endpoint has waited for its tools, neither the constraint nor the answer's reader reads a schema again."""
+    """Tools that an endpoint has read are not read again by the constraint or the parser."""
     threads: list[str] = []
     real = schema_reader.plain_schema
 

@@ -1,4 +1,4 @@
-"""The tables that vLLM's kernels read say the same as vLLM's own, and are written without a wait."""
+"""The tables for vLLM's kernels have vLLM's own content, and are written without a wait."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def wrapper() -> Any:
 
 
 def rows_by_slot(punica: Any, num_rows: int) -> dict[int, list[int]]:
-    """What a kernel finds for each adapter: the rows of its part of the sorted ones."""
+    """Return what a kernel finds for each adapter: its rows among the sorted ones."""
     tables = punica.token_mapping_meta
     mapping, rows, counts, starts, ids, no_lora, num_ids = tables.meta_args(num_rows, False)
     if no_lora:
@@ -51,7 +51,7 @@ def expected(slots: list[int]) -> dict[int, list[int]]:
 
 @given(passes=st.lists(st.lists(st.integers(-1, NUM_SLOTS - 1), max_size=MAX_ROWS), min_size=1))
 def test_tables(passes: list[list[int]]) -> None:
-    """Of several passes after one another: rows of an earlier one are forgotten."""
+    """The tables of successive passes have no rows of an earlier pass."""
     ours, stock = wrapper(), wrapper()
     for slots in passes:
         write_slots(
@@ -68,7 +68,7 @@ def test_tables(passes: list[list[int]]) -> None:
 
 
 def test_nothing_waits() -> None:
-    """A pass's rows are on the device, and stay there."""
+    """A pass writes its rows on the device without a copy from there."""
     punica = wrapper()
     slots = torch.tensor([1, -1, 0, 0, 3])
     with DeviceWaits() as waits:
@@ -77,7 +77,7 @@ def test_nothing_waits() -> None:
 
 
 def test_products_on_the_cpu() -> None:
-    """Sums of each row's own pair of matrices, whatever rows are beside it."""
+    """Each row gets the product with its own pair of matrices, whatever rows are around it."""
     from vllm_diffusion.cpu.expert_adapters import RowsByAdapter
 
     generator = torch.Generator().manual_seed(0)

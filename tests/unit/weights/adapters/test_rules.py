@@ -1,4 +1,4 @@
-"""An adapter that does not fit is told in one sentence, before anything of it is loaded."""
+"""An adapter that does not fit is refused in one sentence before anything of it is loaded."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def filled(half: str, value: float) -> dict[str, torch.Tensor]:
 
 
 def test_everything_that_peft_finds(rules: AdapterRules, tmp_path: Path) -> None:
-    """Every module that PEFT adapts in transformers' model, under the names and shapes it writes."""
+    """Every module that PEFT adapts is accepted under PEFT's own names and shapes."""
     from transformers import DiffusionGemmaForBlockDiffusion
 
     model = DiffusionGemmaForBlockDiffusion.from_pretrained(SHIPPED)
@@ -76,7 +76,7 @@ def test_everything_that_peft_finds(rules: AdapterRules, tmp_path: Path) -> None
 
 
 def test_shared_stack(rules: AdapterRules, tmp_path: Path) -> None:
-    """A trainer of one stack has each of its modules once, and they are the encoder's and the decoder's."""
+    """An adapter of a single stack is accepted for the encoder's and the decoder's modules."""
     shared = {name: module for name, module in rules.modules.items() if module.parts}
     assert {part for module in shared.values() for part in module.parts} == {
         name for name, module in rules.modules.items() if not module.parts
@@ -135,6 +135,7 @@ def test_misfits(
     sentence: str,
     stock: str,
 ) -> None:
+    """An adapter that does not fit is refused with its folder and the reason."""
     write_adapter(tmp_path, tensors, config)
     with pytest.raises(ValueError, match="^LoRA adapter") as raised:
         rules.check(str(tmp_path))
@@ -145,7 +146,7 @@ def test_misfits(
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_misfits_in_stock(tmp_path: Path) -> None:
-    """Stock raises what names no file, or a Python error, when a request comes; or it answers wrongly."""
+    """Without the check, vLLM fails unclearly at a request or answers wrongly."""
 
     def of_qwen(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(0)
@@ -179,12 +180,12 @@ def test_misfits_in_stock(tmp_path: Path) -> None:
 def test_settings_of_nothing_here(
     rules: AdapterRules, tmp_path: Path, config: dict[str, Any]
 ) -> None:
-    """What PEFT and vLLM read for no module of this model refuses no adapter."""
+    """Settings of PEFT that concern no module of this model are accepted."""
     rules.check(str(write_adapter(tmp_path, pair(), config)))
 
 
 def test_files(rules: AdapterRules, tmp_path: Path) -> None:
-    """A folder that is not there, files that are missing, and files that are damaged."""
+    """A missing folder, missing files and damaged files are each named."""
 
     def said() -> str:
         with pytest.raises(ValueError, match="^LoRA adapter") as raised:
@@ -217,7 +218,7 @@ def test_files(rules: AdapterRules, tmp_path: Path) -> None:
 
 
 def test_loaded_again(rules: AdapterRules, tmp_path: Path) -> None:
-    """Under a name and from a folder that stood for other files, whose prompts may be cached."""
+    """Changed files cannot be loaded under the same name, whose prompts may be cached."""
     folder = write_adapter(tmp_path / "adapter", pair())
     rules.check_loading("poet", str(folder))
     rules.check_loading("poet", str(folder))
@@ -231,7 +232,7 @@ def test_loaded_again(rules: AdapterRules, tmp_path: Path) -> None:
 
 
 def test_options(modules: dict[str, Module], tmp_path: Path) -> None:
-    """What the server's options leave out, and experts where they are not adapted."""
+    """Modules that options exclude, and experts that cannot be adapted, are refused."""
     folder = str(write_adapter(tmp_path, pair()))
     AdapterRules(modules, 8, target_modules=("qkv_proj",)).check(folder)
     AdapterRules(modules, 8, target_modules=("v_proj", "o_proj")).check(folder)
@@ -248,7 +249,7 @@ def test_options(modules: dict[str, Module], tmp_path: Path) -> None:
 def test_names_of_repositories(
     rules: AdapterRules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was fetched is read where it is; a path is a path, there or not; others have a sentence."""
+    """A fetched repository is read from the cache; a missing path or repository is named."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -307,7 +308,7 @@ def test_whatever_it_holds(
     name: str,
     cut: int | None,
 ) -> None:
-    """It fits or is refused with one line that names the folder; nothing else is raised."""
+    """An adapter with any content fits or is refused in one line with its folder."""
     folder = write_adapter(tmp_path, pair(), config)
     save_file({f"{name}.lora_A.weight": torch.zeros(shape)}, folder / WEIGHTS)
     if cut is not None:
