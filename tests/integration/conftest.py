@@ -1,4 +1,4 @@
-"""What several of these tests start from."""
+"""Fixtures that several of these tests share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 def start_log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[pytest.LogCaptureFixture]:
-    """What this package says at start, at whatever level vLLM logs."""
+    """Collect what this package logs at start, at whatever level vLLM logs."""
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging_if_needed
 
@@ -37,13 +37,13 @@ def start_log(
 
 @pytest.fixture(scope="module", params=["fused", "asynchronous"])
 def order(request):
-    """How finished canvases are encoded and passes scheduled."""
+    """Choose how finished canvases are encoded and passes scheduled."""
     return request.param
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Chromium, for the modules that look at the page of the live canvas."""
+    """Start Chromium for the modules that test the page of the live canvas."""
     from tests.support.page_browser import running_browser
 
     with running_browser() as running:
@@ -52,7 +52,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def new_page(browser: Browser) -> Iterator[Callable[..., Page]]:
-    """Opens an address in a browser of its own; in the end, nothing was fetched from elsewhere."""
+    """Open an address in a browser of its own, and check that nothing else was fetched."""
     from tests.support.page_browser import opening_pages
 
     with opening_pages(browser) as open_page:

@@ -1,4 +1,4 @@
-"""LoRA adapters of DiffusionGemma: the engine's logits and tokens are those of PEFT's model."""
+"""With LoRA adapters, DiffusionGemma's logits and tokens are those of PEFT's model."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Served:
         self.engine = TracedEngine(checkpoint, enable_lora=True, **(defaults | options))
 
     def outputs(self, wanted: list[tuple[str | None, list[int], dict[str, Any]]]) -> list[Any]:
-        """The answers to (adapter, prompt, sampling parameters), in one batch."""
+        """Return the answers to (adapter, prompt, sampling parameters), in one batch."""
         defaults = {"max_tokens": 2 * CANVAS, "ignore_eos": True}
         return self.engine.outputs(
             [prompt for _, prompt, _ in wanted],
@@ -119,7 +119,7 @@ PROMPTS = {"a canvas": (CANVAS, 1), "again": (CANVAS, 2), "longer": (90, 3)}
     ],
 )
 def test_logits_and_tokens(served, name, prompt):
-    """Each step's logits, of two canvases: the second stands on the first, encoded."""
+    """Each step of two canvases, the second on the encoded first, has PEFT's logits."""
     length, seed = PROMPTS[prompt]
     check_parity(served, name, prompt_of(length, seed=seed))
 
@@ -141,7 +141,7 @@ def check_parity(served: Served, name: str | None, prompt: list[int]) -> None:
 
 @pytest.mark.slow
 def test_long_prompts_in_chunks(served):
-    """Prompts of several passes, of which each is the encoder's, beside canvases."""
+    """Prompts that are encoded in several passes next to canvases give PEFT's tokens."""
     budget = served.engine.scheduler.max_num_scheduled_tokens
     served.engine.scheduler.max_num_scheduled_tokens = 2 * CANVAS
     try:
@@ -158,7 +158,7 @@ def test_long_prompts_in_chunks(served):
 
 
 def various(served: Served) -> list[tuple[str | None, list[int], dict[str, Any]]]:
-    """Requests of several adapters and of none, each with something of its own."""
+    """Return requests of several adapters and of none, each with another option."""
     regex = StructuredOutputsParams(regex="[a-c]{3,5}")
     return [
         ("everything", prompt_of(17, seed=1), {"seed": 1, "logprobs": 2}),
@@ -175,7 +175,7 @@ def various(served: Served) -> list[tuple[str | None, list[int], dict[str, Any]]
 
 
 def test_alone_and_in_company(served):
-    """Base and three adapters in one batch, and one request after another: the same tokens."""
+    """Base and three adapters give the same tokens in one batch and one after another."""
     wanted = various(served)
     alone = [served.outputs([one])[0] for one in wanted]
     together = served.outputs(wanted)
@@ -184,7 +184,7 @@ def test_alone_and_in_company(served):
         assert mine.token_ids == theirs.token_ids
         if mine.logprobs is not None:
             for a, b in zip(mine.logprobs, theirs.logprobs, strict=True):
-                # Attention sums in another order beside others.
+                # Attention sums in another order in a batch.
                 expected = {token: pytest.approx(one.logprob, abs=1e-4) for token, one in a.items()}
                 assert {token: one.logprob for token, one in b.items()} == expected
     assert alone[0].outputs[0].token_ids != alone[-1].outputs[0].token_ids
@@ -192,7 +192,7 @@ def test_alone_and_in_company(served):
 
 @pytest.mark.slow
 def test_more_adapters_than_places(served):
-    """Four in turn, where three fit: the one that gave way comes back as it was."""
+    """Of four adapters in three places, one that was evicted returns unchanged."""
     prompt = prompt_of(50, seed=12)
     wanted = [(name, prompt, {"seed": 5}) for name in (*ADAPTERS, *ADAPTERS)]
     found = [served.tokens([one])[0] for one in wanted]
@@ -204,7 +204,7 @@ def test_more_adapters_than_places(served):
 
 @pytest.mark.slow
 def test_loaded_again_under_its_name(served):
-    """One that was unloaded and is back, beside a request of the first time: both are applied."""
+    """An adapter that is loaded again acts on requests of both its first and second load."""
     wanted = [("everything", prompt_of(50, seed=12), {"seed": seed}) for seed in (5, 6)]
     expected = [served.tokens([one])[0] for one in wanted]
     first = served.requests["everything"]
@@ -219,7 +219,7 @@ def test_loaded_again_under_its_name(served):
 
 
 def test_prefix_cache(served):
-    """A prompt that one of them encoded is a new one to the others."""
+    """A prompt that one adapter encoded is not found in the cache by the others."""
     prompt = prompt_of(200, seed=21)
     names: tuple[str | None, ...] = (None, "everything", "encoder")
     params = {"seed": 6, "max_tokens": CANVAS}
@@ -232,7 +232,7 @@ def test_prefix_cache(served):
 
 
 def test_replayed_graphs(served):
-    """Self-conditioning, replayed: it reads the adapters of this pass's rows."""
+    """Replayed self-conditioning reads the adapters of this pass's rows."""
     wanted = [one for one in various(served) if "structured_outputs" not in one[2]]
     expected = served.tokens(wanted)
     served.engine.state.capture_graphs(emulated_capture, 4)
@@ -243,7 +243,7 @@ def test_replayed_graphs(served):
 
 
 def test_bad_adapter(served, tmp_path):
-    """It is refused before it is queued, and what was served still is."""
+    """A bad adapter is refused before it is queued, and does not disturb what was served."""
     prompt = prompt_of(20)
     before = served.tokens([("everything", prompt, {"seed": 1})])
     name = "model.decoder.layers.0.self_attn.q_proj"
@@ -266,7 +266,7 @@ def test_bad_adapter(served, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_asynchronous_order(tmp_path):
-    """Where only the device knows which canvases are the encoder's."""
+    """Adapters are right where only the device knows which canvases are encoded."""
     served = Served(tmp_path, async_scheduling=True)
     try:
         for name in (*ADAPTERS, None):
@@ -281,7 +281,7 @@ def test_asynchronous_order(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_images(tmp_path):
-    """The tower is the checkpoint's; how a picture's rows are read is the encoder's part."""
+    """The tower has no adapter, and a picture's rows are read with the encoder's part."""
     from transformers import AutoProcessor
 
     served = Served(tmp_path, limit_mm_per_prompt={"image": 1, "video": 0, "audio": 0})
@@ -321,7 +321,7 @@ def test_images(tmp_path):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("scheme", ["fp8-dynamic", "nvfp4"])
 def test_quantized(tmp_path, scheme):
-    """First steps are those of PEFT's model on the rounded weights, as near as without adapters."""
+    """First steps on quantized weights agree with PEFT's model as closely as without adapters."""
     checkpoint = quantized_checkpoint(tmp_path / "checkpoint", scheme)
     # To compressed-tensors encoder and decoder are one; PEFT has an adapter for each.
     oracles = [
@@ -369,7 +369,7 @@ def separate_parts(oracle: QuantizedOracle) -> QuantizedOracle:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_sleep_and_new_weights(tmp_path):
-    """Adapters are what they were: on the old weights after a sleep, and on new ones."""
+    """Adapters are unchanged after a sleep, and act on new weights."""
     served = Served(tmp_path, enable_sleep_mode=True)
     llm = served.engine.llm
     prompt = prompt_of(60, seed=1)
@@ -425,7 +425,7 @@ def test_sleep_and_new_weights(tmp_path):
     ids=lambda layout: " ".join(layout),
 )
 def test_two_ranks(served, layout):
-    """Each with its part of the layers and of the adapters' matrices; self-conditioning whole."""
+    """Two ranks with parts of the layers and adapters give PEFT's tokens."""
     # On a CPU experts are refused where their matrices are cut in another way than themselves.
     experts = "decoder" if "fully_sharded_loras" in layout else "everything"
     names = [experts, None, "encoder", "conditioning"]
@@ -463,7 +463,7 @@ def test_two_ranks(served, layout):
     ids=["nowhere", "too wide"],
 )
 def test_start(tmp_path, options, sentence):
-    """An adapter of the command line that does not fit is told before a weight is read."""
+    """An adapter of the command line that does not fit is reported before loading."""
     # vLLM's command has imported its parser when it loads plugins; this process had not.
     importlib.import_module("vllm.entrypoints.common.cli_args")
     early_checks.note_command_line()
@@ -486,7 +486,7 @@ def test_start(tmp_path, options, sentence):
     ],
 )
 def test_experts(options, reason):
-    """Where a CPU adapts them."""
+    """Adapters of experts are accepted unless options of the start exclude them, with a reason."""
     rules = configure(f"--enable-lora {options}").model_config.diffusion.adapters
     assert reason in rules.no_experts
     assert bool(reason) == bool(rules.no_experts)

@@ -1,4 +1,4 @@
-"""A server that cannot serve what it was asked to says so in one sentence, before it loads."""
+"""A server that cannot serve its options reports it in one sentence before it loads."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PUBLISHED = {
 
 
 def refusal(checkpoint: Path, **options: Any) -> str:
-    """The message with which the configuration is refused: one sentence, or two."""
+    """Return the message with which the configuration is refused, of one sentence or two."""
     message = refused.refusal(checkpoint, **options)
     assert "\n" not in message
     assert message.endswith(".")
@@ -52,7 +52,7 @@ def refusal(checkpoint: Path, **options: Any) -> str:
 
 @pytest.mark.parametrize("row", refused_rows(__file__))
 def test_refused(row: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each row of the table, by the name of what is wrong and with the remedy."""
+    """Each row of the table is refused by the name of what is wrong, with the remedy."""
     for name, value in row.get("environment", {}).items():
         monkeypatch.setenv(name, value)
     if "family" in row:
@@ -67,7 +67,7 @@ def test_refused(row: dict[str, Any], tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_refused_in_stock(tmp_path: Path) -> None:
-    """What is refused of a checkpoint's files ends vLLM's engine later, without the file's name, or is answered wrongly."""
+    """Without the check, vLLM's engine ends later without the file's name, or answers wrongly."""
     rows = [row.values[0] for row in refused_rows(__file__) if set(FILES) & row.values[0].keys()]
     rows = [row for row in rows if "load_format" not in row.get("options", {})]
     jobs: list[dict[str, Any]] = [{"model": str(SHIPPED)}]
@@ -112,10 +112,7 @@ def test_refused_in_stock(tmp_path: Path) -> None:
 def test_served_as_stock_does(
     files: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """No step has the temperature 0 that the schedule ends at, and a softcap's sign means nothing.
-
-    Nor do the numbers of images, where there are none.
-    """
+    """A final temperature of 0, a softcap's sign and unused numbers of images are accepted."""
     configure(copy_checkpoint(tmp_path, **files), **options)
 
 
@@ -126,7 +123,7 @@ def test_class_of_the_same_name(
     start_log: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where vLLM brings a class of the same architecture, a line says which runs."""
+    """If vLLM has a class of the same architecture, a log line names the one that runs."""
     from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaEngineConfig
 
     checkpoint = copy_checkpoint(tmp_path)
@@ -146,7 +143,7 @@ def test_class_of_the_same_name(
 def test_generation_config_without_key(
     key: str, tmp_path: Path, start_log: pytest.LogCaptureFixture
 ) -> None:
-    """A missing key has the published value, and a line says so."""
+    """A missing key has the published value, and a log line names it."""
     config = configure(copy_checkpoint(tmp_path, generation_config={key: None}))
     spec = config.model_config.diffusion.spec
     values = {"max_denoising_steps": spec.max_denoising_steps, **spec.settings}
@@ -156,7 +153,7 @@ def test_generation_config_without_key(
 
 
 def test_published_values() -> None:
-    """They are those of transformers, for a file without them."""
+    """The published values are those of transformers for a file without them."""
     from transformers import DiffusionGemmaGenerationConfig
 
     stock = DiffusionGemmaGenerationConfig._get_default_generation_params()
@@ -194,6 +191,7 @@ def test_generation_config_file(content: str, words: list[str], tmp_path: Path) 
 
 @pytest.mark.parametrize("sampler", [None, {"_cls_name": "EntropyBoundSamplerConfig"}, {}], ids=str)
 def test_generation_config_sampler_without_its_setting(sampler: Any, tmp_path: Path) -> None:
+    """A sampler without its setting has the published one."""
     config = configure(copy_checkpoint(tmp_path, generation_config={"sampler_config": sampler}))
     assert (
         config.model_config.diffusion.spec.settings["entropy_bound"] == PUBLISHED["entropy_bound"]
@@ -201,7 +199,7 @@ def test_generation_config_sampler_without_its_setting(sampler: Any, tmp_path: P
 
 
 def test_no_generation_config(tmp_path: Path, start_log: pytest.LogCaptureFixture) -> None:
-    """A checkpoint without the file is served as published; all that is missing is in one line."""
+    """A checkpoint without the file has the published settings, which one log line names."""
     (copy_checkpoint(tmp_path) / "generation_config.json").unlink()
     spec = configure(tmp_path).model_config.diffusion.spec
     assert {"max_denoising_steps": spec.max_denoising_steps, **spec.settings} == PUBLISHED
@@ -221,7 +219,7 @@ def test_all_missing_fields_at_once() -> None:
 
 
 def test_start_up_options_stand_for_missing_keys(tmp_path: Path) -> None:
-    """The operator's settings come before what is published."""
+    """The operator's settings have priority over the published values."""
     settings = {
         "max_denoising_steps": 4,
         "t_min": 0.4,
@@ -239,7 +237,7 @@ def test_start_up_options_stand_for_missing_keys(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [None, "absent"], ids=str)
 def test_canvas_length(value: Any, tmp_path: Path) -> None:
-    """A canvas length that is absent or is none is refused by name."""
+    """A missing or invalid canvas length is refused by name."""
     path = copy_checkpoint(tmp_path) / "config.json"
     config = json.loads(path.read_text())
     config["canvas_length"] = value
@@ -262,13 +260,13 @@ def test_canvas_length(value: Any, tmp_path: Path) -> None:
     ids=str,
 )
 def test_diffusion_config_option(config: dict[str, Any], word: str, tmp_path: Path) -> None:
-    """vLLM's own --diffusion-config is checked too, by it or by us."""
+    """vLLM's own --diffusion-config is checked, by vLLM or by this package."""
     with pytest.raises((ValueError, TypeError), match=word):
         configure(copy_checkpoint(tmp_path), diffusion_config={"canvas_length": 32, **config})
 
 
 def test_budget_below_two_canvases(tmp_path: Path) -> None:
-    """A token budget in which canvases starve is refused with the least that will do."""
+    """A token budget in which canvases would starve is refused with the least allowed."""
     checkpoint = copy_checkpoint(tmp_path, config={"canvas_length": 32})
     text_only = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
     message = refusal(checkpoint, max_num_batched_tokens=63, max_num_seqs=1, **text_only)
@@ -290,11 +288,11 @@ def test_budget_below_two_canvases(tmp_path: Path) -> None:
 def test_budget_below_a_video(
     options: dict[str, Any], unheld: list[str], tmp_path: Path, start_log: pytest.LogCaptureFixture
 ) -> None:
-    """A pass that cannot hold a video serves the rest, and says so; who asks for one is refused."""
+    """A pass too small for a video logs that; a request with one is refused, others are served."""
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
     def offered(**more: Any) -> list[str]:
-        """What a request may bring."""
+        """Return what a request may contain."""
         model_config = configure(checkpoint, **options | more).model_config
         limits = MULTIMODAL_REGISTRY.create_processor(model_config).info.allowed_mm_limits
         return [kind for kind, most in limits.items() if most > 0]
@@ -317,7 +315,7 @@ def test_budget_below_a_video(
 
 
 def test_unsupported_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another vLLM is refused with what to install."""
+    """An unsupported vLLM is refused with what to install."""
     from vllm_diffusion.hooks import upstream
 
     monkeypatch.setattr(upstream, "installed_version", lambda: "0.34.0")
@@ -360,7 +358,7 @@ def _name_missing_shard(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model-2.safetensors", "generation_config.json"])
 def test_named_pipe(name: str, tmp_path: Path) -> None:
-    """In a checkpoint's folder it is named, and not read for ever."""
+    """A named pipe in a checkpoint's folder is reported, and not waited for."""
     folder = copy_checkpoint(tmp_path)
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
@@ -393,7 +391,7 @@ def test_damaged_weights(damage: Callable[[Path], None], word: str, tmp_path: Pa
 
 @pytest.mark.slow
 def test_target_device_set(tmp_path: Path) -> None:
-    """VLLM_TARGET_DEVICE=cpu, which switches platform plugins off, is named with what to do."""
+    """VLLM_TARGET_DEVICE=cpu, which disables platform plugins, is reported with a remedy."""
     program = (
         # What collections would walk is the million objects of the import.
         "import atexit, gc\ngc.disable()\natexit.register(gc.freeze)\n"
@@ -415,7 +413,7 @@ def test_target_device_set(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", [None, 3, 8, 128, 256])
 def test_max_num_seqs(given: int | None, tmp_path: Path) -> None:
-    """Three quarters of a pass's canvases; an operator's number, whatever it is."""
+    """By default three quarters of a pass's canvases run; an operator's number is kept."""
     options: dict[str, Any] = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
     if given is not None:
         options["max_num_seqs"] = given
@@ -427,7 +425,7 @@ def test_max_num_seqs(given: int | None, tmp_path: Path) -> None:
 
 
 def test_vllm_s_attention_on_a_cpu(tmp_path: Path) -> None:
-    """A back end that serves on a GPU is refused where there is none."""
+    """An attention back end for GPUs is refused on a machine without one."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():

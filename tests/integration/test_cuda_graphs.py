@@ -1,7 +1,7 @@
 """Embedding and sampling replayed as graphs give the tokens that they give without.
 
-Graphs are emulated (``tests/support/graphs.py``): a replay reads only what was captured, so an input
-that a step forgets to hand over, or an output that outlives it, changes an answer here.
+Graphs are emulated (``tests/support/graphs.py``): a replay reads only what was captured, so an
+input that a step forgets to hand over, or an output that outlives it, changes an answer here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def engine(tmp_path_factory):
 
 @pytest.mark.slow
 def test_replayed_steps_change_no_token(engine):
-    """Whole and narrow canvases, settings of all kinds beside plain requests, batches that shrink."""
+    """Replays change no token of canvases of any width and setting, or in shrinking batches."""
     from vllm.sampling_params import StructuredOutputsParams
 
     choice = StructuredOutputsParams(choice=["ab", "cd"])
@@ -45,7 +45,7 @@ def test_replayed_steps_change_no_token(engine):
         [{"logit_bias": {30: 3.0}, "min_tokens": 9}, {}, {"allowed_token_ids": [30, 31, 32]}],
         [{"logprobs": 1, "top_p": 0.7, "presence_penalty": 0.5}, {"max_tokens": 5}],
         [{"structured_outputs": choice, "ignore_eos": False}, {"top_k": 3}],
-        # After them: what they left behind is nobody else's.
+        # After them, so that what they left is in nobody's way.
         [{}, {"top_p": 0.8}],
     ]
 
@@ -98,7 +98,7 @@ def test_replayed_steps_change_no_token(engine):
 
 
 def _numbers(logprobs: Any) -> list[dict[int, tuple[int, float]]]:
-    """Of each token that is reported at each position, its rank and its rounded log-probability."""
+    """Return rank and rounded log-probability of each token that is reported at each position."""
     return [
         {token: (told.rank, pytest.approx(told.logprob, abs=1e-4)) for token, told in some.items()}
         for some in logprobs or []

@@ -1,4 +1,4 @@
-"""An answer whose first token ends it is empty: it is counted and reported, and with ``never_empty`` it does not occur."""
+"""Answers whose first token ends them are counted, and do not occur with ``never_empty``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def answer(engine: TracedEngine, *, seed: int = 3, **params: Any) -> list[int]:
 
 
 def eager(engine: TracedEngine, **more: Any) -> dict[str, Any]:
-    """Parameters of a request whose model wants to end its answer at every position."""
+    """Return parameters of a request whose model wants to end its answer at every position."""
     return {"logit_bias": dict.fromkeys(ends_of(engine), 100.0), **more}
 
 
@@ -56,7 +56,7 @@ def eager(engine: TracedEngine, **more: Any) -> dict[str, Any]:
 def test_empty_answers_are_counted_and_reported(
     served: tuple[TracedEngine, bool], start_log: pytest.LogCaptureFixture
 ) -> None:
-    """Empty answers are counted; where they are many, one warning names the setting, unless it is set."""
+    """Empty answers are counted, and a warning names the setting if there are many."""
     engine, never_empty = served
     totals = engine.scheduler._counters._totals[0]
     before = totals.empty_answers
@@ -70,14 +70,14 @@ def test_empty_answers_are_counted_and_reported(
 
 
 def test_first_token(served: tuple[TracedEngine, bool]) -> None:
-    """With the setting an answer has one token before the end that the model wants at once; without it, none."""
+    """With the setting an answer has a token before an immediate end, and without it none."""
     engine, never_empty = served
     tokens = answer(engine, **eager(engine))
     assert [token in ends_of(engine) for token in tokens] == [False] * never_empty + [True]
 
 
 def test_first_token_after_a_thought(served: tuple[TracedEngine, bool]) -> None:
-    """With the setting no end follows the end of a thought, whether the model or its budget ended the thought."""
+    """With the setting no end token directly follows a thought, however it ended."""
     engine, never_empty = served
     marks = engine.scheduler.vllm_config.reasoning_config
     (mark,) = marks.natural_reasoning_end_token_ids
@@ -95,7 +95,7 @@ def test_first_token_after_a_thought(served: tuple[TracedEngine, bool]) -> None:
 
 
 def test_what_a_request_prescribes(served: tuple[TracedEngine, bool]) -> None:
-    """A read, a grammar, and tokens that are all ends are served as without the setting."""
+    """Reads, grammars and allowed tokens that are all ends are served as without the setting."""
     from vllm.sampling_params import StructuredOutputsParams
 
     engine, _ = served

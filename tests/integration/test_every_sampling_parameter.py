@@ -1,6 +1,7 @@
-"""Every sampling parameter in every way of decoding, on the platform of this machine.
+"""Tests of every sampling parameter in every way of decoding, on this machine's platform.
 
-A parameter that a way does not have is refused by name; with any other the engine answers and lives on.
+A parameter that a way does not have is refused by name; with any other the engine answers and lives
+on.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def tokens_of(output: Any) -> list[list[int]]:
 
 
 def test_in_one_batch(served: Served) -> None:
-    """All parameters in one batch do what they promise, and filters that leave one token give the greedy answer."""
+    """All parameters act as documented in one batch, and a filter to one token is greedy."""
     names = [name for name in PARAMETERS if name not in served.way.refused]
     outputs = served.ask(*names)
     found = {name: tokens_of(output) for name, output in outputs.items()}
@@ -169,7 +170,7 @@ CONSTRAINED = ("autoregressive", "diffusion")
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_constraints_of_each_back_end(served: Served, temperature: float) -> None:
-    """Each request has the back end of its constraint, in a batch and whichever came first, canvases or not."""
+    """Each request has the back end of its constraint, whichever was first in the batch."""
     from vllm.sampling_params import StructuredOutputsParams
 
     for names in (["a schema"], ["EBNF"], [*CONSTRAINTS]):
@@ -192,7 +193,7 @@ def test_constraints_of_each_back_end(served: Served, temperature: float) -> Non
 
 @pytest.mark.slow
 def test_alone(served: Served) -> None:
-    """Each parameter alone gets what it gets in company, or is refused by name, and the engine lives on."""
+    """Each parameter gets alone what it gets in a batch, or is refused by name."""
     from vllm.exceptions import VLLMValidationError
 
     together = served.ask(*(name for name in PARAMETERS if name not in served.way.refused))

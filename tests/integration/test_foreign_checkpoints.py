@@ -1,4 +1,4 @@
-"""Checkpoints as other tools write them: what stock vLLM serves starts, what is odd is said in a line."""
+"""Checkpoints written by other tools start if stock vLLM serves them; oddities are logged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"compressed-tensors": {}, "fp8": {"dtype":
 
 
 def answers(checkpoint: Path, **options: Any) -> list[list[int]]:
-    """What an engine of the checkpoint says to prompts that the shipped one was trained on."""
+    """Return an engine's answers to prompts that the shipped checkpoint was trained on."""
     prompts = example("quantization/quantize").read_prompts(SHIPPED, None, 3)
     with TracedEngine(checkpoint, max_model_len=256, **options) as engine:
         outputs = engine.generate(prompts, seeds=[1, 2, 3], max_tokens=32)
@@ -44,7 +44,7 @@ def expected() -> list[list[int]]:
 
 
 def requantized(source: Path, folder: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
-    """A copy whose quantization config is changed in place."""
+    """Return a copy whose quantization config is changed in place."""
     shutil.copytree(source, folder)
     config = json.loads((folder / "config.json").read_text())
     change(config["quantization_config"])
@@ -53,11 +53,13 @@ def requantized(source: Path, folder: Path, change: Callable[[dict[str, Any]], A
 
 
 def test_newer_version(fp8: Path, tmp_path: Path) -> None:
-    """A file of a later compressed-tensors than the installed one is configured."""
+    """A file of a newer compressed-tensors than the installed one is configured."""
     configure(requantized(fp8, tmp_path / "new", lambda old: old.update(version="0.18.0")))
 
 
 def test_strategy_that_is_not_known(fp8: Path, tmp_path: Path) -> None:
+    """An unknown strategy of quantization is refused by name."""
+
     def change(settings: dict[str, Any]) -> None:
         settings["config_groups"]["group_0"]["weights"]["strategy"] = "row"
 
@@ -68,7 +70,7 @@ def test_strategy_that_is_not_known(fp8: Path, tmp_path: Path) -> None:
 
 
 def test_files_beside_an_index(tmp_path: Path, expected: list[list[int]]) -> None:
-    """The files that the index names are loaded; a consolidated one, with other names in it, is not."""
+    """The files of the index are loaded, and a consolidated file with other names is not."""
     folder = copy_checkpoint(tmp_path)
     tensors = load_file(folder / "model.safetensors")
     names = sorted(tensors)
@@ -89,7 +91,7 @@ def test_files_beside_an_index(tmp_path: Path, expected: list[list[int]]) -> Non
 def test_adapter_beside_the_weights(
     tmp_path: Path, expected: list[list[int]], start_log: pytest.LogCaptureFixture
 ) -> None:
-    """It is left out, and one line says how to serve it; who serves adapters is told nothing."""
+    """An adapter in the folder is left out with a log line, unless adapters are served."""
     folder = copy_checkpoint(tmp_path)
     matrices = {
         f"base_model.model.model.decoder.layers.0.mlp.up_proj.lora_{half}.weight": torch.ones(shape)
@@ -110,7 +112,7 @@ def test_adapter_beside_the_weights(
 
 @pytest.mark.slow
 def test_pickled_weights(tmp_path: Path) -> None:
-    """They are refused, and after the printed command the checkpoint is configured."""
+    """Pickled weights are refused, and after the printed command the checkpoint is configured."""
     folder = copy_checkpoint(tmp_path)
     tensors = load_file(folder / "model.safetensors")
     torch.save(tensors, folder / "pytorch_model.bin")
@@ -130,14 +132,14 @@ def test_pickled_weights(tmp_path: Path) -> None:
 def test_scales_of_blocks(
     method: str, fp8: Path, tmp_path: Path, expected: list[list[int]]
 ) -> None:
-    """FP8 with a scale for each block runs where there is no GPU, and says what its weights say."""
+    """FP8 with scales by block runs without a GPU and gives the answers of its weights."""
     folder = block_checkpoint(fp8, tmp_path / "block", method)
     assert answers(folder, **OPTIONS[method]) == expected
 
 
 @pytest.mark.parametrize("method", ["compressed-tensors", "fp8"])
 def test_layers_without_v_proj(method: str, fp8: Path, tmp_path: Path) -> None:
-    """A list that names the queries and keys of layers which have no values of their own loads."""
+    """A list with queries and keys of layers that have no values of their own loads."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
     source = fp8

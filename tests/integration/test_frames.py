@@ -1,4 +1,4 @@
-"""Frames and step maps of the shipped DiffusionGemma: their text, their order, what they cost."""
+"""Tests of frames and step maps of the shipped DiffusionGemma: text, order and cost."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[TracedEngine]:
 
 @pytest.fixture(scope="module")
 def prompts(engine: TracedEngine) -> list[list[int]]:
-    """Short and long ones, whose answers take one canvas and several."""
+    """Return short and long prompts, whose answers take one canvas and several."""
     tokenizer = engine.llm.get_tokenizer()
     return [
         prompt_token_ids(tokenizer, example)
@@ -47,7 +47,7 @@ def prompts(engine: TracedEngine) -> list[list[int]]:
     ]
 
 
-# What a request may ask for beside frames.
+# What a request may have besides frames.
 ASKED: dict[str, dict[str, Any]] = {
     "plain": {},
     "cut": {"max_tokens": 37},
@@ -81,7 +81,7 @@ def params_of(asked: dict[str, Any], extra_args: dict[str, Any]) -> Any:
 
 
 def test_frames_end_as_the_answer(engine: TracedEngine, prompts: list[list[int]]) -> None:
-    """Whatever a request asks for: the same tokens, and the last frame's text is what is committed."""
+    """With any options the tokens are the same, and the last frame has the committed text."""
     # Its answer takes several canvases.
     asked = [(prompts[2], one) for one in ASKED.values()]
     unseen, seen = [], []
@@ -127,7 +127,7 @@ def test_frames_end_as_the_answer(engine: TracedEngine, prompts: list[list[int]]
 
 
 def test_entropy(engine: TracedEngine, prompts: list[list[int]]) -> None:
-    """In nats, of the logits that the pass projected, at the schedule's temperature."""
+    """The entropy is in nats, of the pass's logits at the schedule's temperature."""
     with engine.recording() as passes:
         watched = Watched(engine.llm, prompts[:1], [params_of({"max_tokens": 20}, EVERY_FIELD)])
     frames = [frame for canvas in watched.canvases(0) for frame in canvas]
@@ -144,7 +144,7 @@ def test_entropy(engine: TracedEngine, prompts: list[list[int]]) -> None:
 
 
 def test_trace(engine: TracedEngine, prompts: list[list[int]]) -> None:
-    """What every pass began from, canvas by canvas, and nothing without asking."""
+    """A trace has the start of every pass, canvas by canvas, and is absent unless requested."""
     for prompt in prompts[:3]:
         with engine.recording() as passes:
             params = params_of({"temperature": 1.3}, {"diffusion_trace": True})
@@ -160,7 +160,7 @@ def test_trace(engine: TracedEngine, prompts: list[list[int]]) -> None:
 
 
 def test_interval_and_fields(engine: TracedEngine, prompts: list[list[int]]) -> None:
-    """Every third step and the last one; nothing that was not asked for."""
+    """Every third step and the last have frames, with the requested fields only."""
     params = params_of({}, {"diffusion_frames": 3, "diffusion_frame_fields": ["kept"]})
     watched = Watched(engine.llm, prompts[:2], [params, params])
     for canvas in (*watched.canvases(0), *watched.canvases(1)):
@@ -172,7 +172,7 @@ def test_interval_and_fields(engine: TracedEngine, prompts: list[list[int]]) -> 
 
 
 def test_log_probabilities_where_decided(engine: TracedEngine, prompts: list[list[int]]) -> None:
-    """With a step map, each token's is that of the step that decided it."""
+    """With a step map each log-probability is that of the step that decided the token."""
     plain = params_of({"logprobs": 1}, EVERY_FIELD | {"diffusion_step_map": False})
     mapped = params_of({"logprobs": 1}, EVERY_FIELD)
     with engine.recording() as passes:
@@ -208,7 +208,7 @@ def test_log_probabilities_where_decided(engine: TracedEngine, prompts: list[lis
     ids=["synchronous", "asynchronous"],
 )
 def test_preempted(asynchronous: bool) -> None:
-    """A canvas that was lost begins anew, and says so; what follows is as if nothing had been."""
+    """A preempted canvas begins anew with a mark, and what follows is unchanged."""
     num_requests = 8
     tight = TracedEngine(
         shipped_checkpoint(),
@@ -260,7 +260,7 @@ def test_preempted(asynchronous: bool) -> None:
     ],
 )
 def test_refused(engine: TracedEngine, extra_args: dict[str, Any], field: str) -> None:
-    """By name, before anything runs."""
+    """A wrong field is refused by name before anything runs."""
     from vllm.exceptions import VLLMValidationError
 
     with pytest.raises(VLLMValidationError) as error:
@@ -270,7 +270,7 @@ def test_refused(engine: TracedEngine, extra_args: dict[str, Any], field: str) -
 
 
 def test_nobody_watches(engine: TracedEngine) -> None:
-    """Frames that nobody would see are refused, and so are those of a crowd."""
+    """Frames that nobody would see, or for too many requests, are refused."""
     from vllm.exceptions import VLLMValidationError
 
     params = params_of({"max_tokens": 4}, {"diffusion_frames": 1})

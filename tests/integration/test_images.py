@@ -28,7 +28,7 @@ def picture(seed: int):
 
 @pytest.mark.parametrize("attention", ["reference", pytest.param("triton", marks=pytest.mark.slow)])
 def test_image_prompt(tmp_path, attention):
-    """Logits of every step with an image larger than the window, and other images other logits."""
+    """With an image larger than the window each step has the oracle's logits."""
     from transformers import AutoProcessor
 
     checkpoint = random_checkpoint(tmp_path)
@@ -97,7 +97,7 @@ def _gemma4(folder: Path) -> Any:
 
 
 def test_image_prompt_of_an_autoregressive_model(tmp_path):
-    """Log-probabilities of the prompt: Gemma 4 looks ahead in windowed layers only."""
+    """Gemma 4's prompt log-probabilities look ahead in windowed layers only."""
     from transformers import AutoProcessor
     from vllm import SamplingParams
 
@@ -145,7 +145,7 @@ REFUSED: list[dict[str, Any]] = [
 
 @pytest.mark.slow
 def test_picture_of_a_refused_request(tmp_path: Path) -> None:
-    """It is asked with again, and answered: the engine is not taken to have it already."""
+    """The picture of a refused request is answered when it is sent again."""
     from tests.robustness.requests import image_message
     from tests.robustness.requests import picture as data_url
     from tests.support.server import start_server

@@ -1,4 +1,4 @@
-"""Events of the KV cache, as routers read them: of what is final alone, and of all that is found again."""
+"""KV cache events for routers announce exactly the final blocks that can be found again."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Router:
         self.held: dict[int, set[Any]] = defaultdict(set)
 
     def listen_until(self, last: list[int]) -> list[KVCacheEvent]:
-        """Events up to the one that stores these tokens; vLLM publishes them in order."""
+        """Return events up to the one that stores these tokens; vLLM publishes them in order."""
         heard: list[KVCacheEvent] = []
         while not any(
             isinstance(e, BlockStored) and e.token_ids[: len(last)] == last for e in heard
@@ -97,7 +97,7 @@ class Router:
                     self.texts[one] = text
 
     def num_known(self, prompt: list[int], unit: int) -> int:
-        """Tokens of a prompt that a request would find in the cache: all but the last one, at most."""
+        """Return how many tokens of a prompt are in the cache; the last never counts."""
         hashes = {text: one for one, text in self.texts.items()}
 
         def is_held(group: int, window: int | None, num_tokens: int) -> bool:
@@ -143,12 +143,12 @@ class Subject:
         self.router.socket.close(linger=0)
 
     def _mark(self) -> list[int]:
-        """A prompt that nobody else has: whole canvases of any family, and a few tokens."""
+        """Return a unique prompt: whole canvases of any family, and a few tokens."""
         self.num_marks += 1
         return prompt_of(67, self.num_marks)
 
     def hear(self) -> list[KVCacheEvent]:
-        """All events until now."""
+        """Return all events until now."""
         mark = self._mark()
         self.ask([mark], 1)
         return self.router.listen_until(mark[:64])
@@ -163,7 +163,7 @@ class Subject:
         return self.traced.outputs(prompts, params)
 
     def held(self) -> dict[tuple[int, Any], int]:
-        """The block of each group and hash that the cache itself has."""
+        """Return the block of each group and hash in the cache itself."""
         pool = self.traced.scheduler.kv_cache_manager.block_pool
         return {
             (get_group_id(key), maybe_convert_block_hash(get_block_hash(key))): block.block_id
@@ -172,7 +172,7 @@ class Subject:
         }
 
     def rows(self) -> dict[tuple[int, Any], list[Tensor]]:
-        """Keys and values of those blocks, of each layer of the group."""
+        """Return keys and values of those blocks, of each layer of the group."""
         layers = self.traced.runner.vllm_config.compilation_config.static_forward_context
         groups = self.traced.scheduler.kv_cache_config.kv_cache_groups
         return {
@@ -208,7 +208,7 @@ def subject(
 
 
 def test_events(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are announced with final tokens, keys and values, and the next turn finds just those."""
+    """Blocks are announced with final tokens, keys and values; the next turn finds just those."""
     router = subject.router
     assert subject.traced.llm.reset_prefix_cache()
     assert any(isinstance(event, AllBlocksCleared) for event in subject.hear())

@@ -1,4 +1,4 @@
-"""vLLM's offloading of the KV cache: what the next turn of a chat loads is what it would compute."""
+"""The next turn of a chat loads from vLLM's offloaded cache what it would compute."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def engine(
 
 
 def settle(engine: TracedEngine) -> None:
-    """Let the stores of finished requests be made, and passes come back that were on their way."""
+    """Wait until the stores of finished requests and the passes on their way are done."""
     core = engine.llm.llm_engine.engine_core.engine_core
     while engine.scheduler.has_requests() or core.batch_queue:
         engine.llm.llm_engine.step()
@@ -60,7 +60,7 @@ def turn(engine: TracedEngine, prompt: list[int], num_tokens: int) -> Any:
     ],
 )
 def test_next_turn(length: int, num_tokens: int, engine: TracedEngine) -> None:
-    """The same tokens from what was stored as from a cache that is empty."""
+    """The next turn gives the same tokens from offloaded blocks as from an empty cache."""
     scheduler = engine.scheduler
     first = turn(engine, prompt_of(length), num_tokens)
     chat = prompt_of(length) + list(first.outputs[0].token_ids) + prompt_of(40, 1)

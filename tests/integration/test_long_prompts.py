@@ -1,4 +1,4 @@
-"""Passes of a long prompt, as the scheduler composes them; the model is as long as those people serve."""
+"""Tests of the passes that the scheduler composes for prompts of realistic length."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK_SIZE = 32
 
 
 class Scheduled:
-    """A scheduler without an engine: no pass converges, and none is ever computed."""
+    """A scheduler without an engine, in which no pass converges or is computed."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         from vllm.engine.arg_utils import EngineArgs
@@ -59,7 +59,7 @@ class Scheduled:
         self.scheduler.add_request(Request(name, [7] * num_tokens, params, None))
 
     def passes(self) -> Iterator[dict[str, int]]:
-        """Compose passes, each as its rows by request, until the prompt named "long" is computed."""
+        """Compose passes, as rows by request, until the prompt named "long" is computed."""
         from vllm.v1.outputs import ModelRunnerOutput
 
         while True:
@@ -90,7 +90,7 @@ def folder(request, tmp_path, monkeypatch):
 
 
 def test_whole_blocks_up_to_the_budget(folder):
-    """122,000 tokens take eight passes of 16,384, not one for each block."""
+    """A prompt of 122,000 tokens takes eight passes of 16,384, not one per block."""
     scheduled = Scheduled(folder)
     scheduled.add("long", PROMPT)
     rows = [each["long"] for each in scheduled.passes()]
@@ -112,7 +112,7 @@ def test_canvases_keep_coming(folder):
 
 
 def test_a_share_is_set_aside(folder):
-    """With vLLM's threshold, requests that come behind a long prompt do not wait for its end."""
+    """With vLLM's threshold, later requests do not wait for the end of a long prompt."""
     scheduled = Scheduled(folder, long_prefill_token_threshold=BUDGET // 2)
     scheduled.add("long", PROMPT)
     passes = scheduled.passes()

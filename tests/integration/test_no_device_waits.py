@@ -1,4 +1,4 @@
-"""Nothing of ours waits for the device in a step: no value is read, no shape depends on one."""
+"""A step never waits for the device: it reads no value, and no shape depends on one."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ CANVAS = 32
 
 @pytest.fixture
 def guarded(tmp_path):
-    """An engine whose every call into the model state and the sampler is watched."""
+    """Return an engine whose every call into the model state and the sampler is watched."""
     with TracedEngine(random_checkpoint(tmp_path), max_logprobs=-1) as engine:
         yield engine, *guard(engine)
 
 
 def guard(engine):
-    """What waits from now on, and how often each call is made."""
+    """Record what waits from now on, and how often each call is made."""
     found: list[str] = []
     calls: dict[str, int] = {}
 
@@ -53,7 +53,7 @@ def guard(engine):
 
 
 def test_no_call_waits(guarded):
-    """Prefill, denoise and encode of requests with every option, in one batch."""
+    """No call waits in prefill, denoise or encode of requests with every option, in one batch."""
     engine, found, calls = guarded
     rng = np.random.default_rng(0)
     prompts = [rng.integers(20, 276, n).tolist() for n in (5, 40, 90, 130, 7)]

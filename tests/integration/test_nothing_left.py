@@ -1,4 +1,4 @@
-"""Requests that are over leave no slot, block, object or memory behind."""
+"""Requests that are over leave no slot, block, object or memory in use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def engine() -> Iterator[TracedEngine]:
 
 
 def in_use(engine: TracedEngine) -> dict[str, int]:
-    """Whatever a request takes while it runs, counted."""
+    """Count whatever a request occupies while it runs."""
     scheduler = engine.scheduler
     pool = scheduler.kv_cache_manager.block_pool
     adjustments = engine.runner.sampler.adjustments
@@ -51,7 +51,7 @@ def in_use(engine: TracedEngine) -> dict[str, int]:
 
 
 def test_an_abort_while_the_prompt_runs() -> None:
-    """Asynchronously its log-probabilities arrive after the request is gone."""
+    """An abort during the prompt leaves nothing, although log-probabilities arrive later."""
     engine = TracedEngine(Path(SHIPPED), max_model_len=256, async_scheduling=True)
     core = engine.llm.llm_engine
     try:
@@ -70,7 +70,7 @@ def test_an_abort_while_the_prompt_runs() -> None:
 
 
 def live_objects() -> dict[str, int]:
-    """How many tensors and requests Python holds."""
+    """Return how many tensors and requests Python holds."""
     from vllm.v1.request import Request
 
     gc.collect()
@@ -82,7 +82,7 @@ def live_objects() -> dict[str, int]:
 
 
 def run_batch(engine: TracedEngine, rng: random.Random, num_requests: int) -> None:
-    """Short requests of every kind, some of them aborted while they wait or run."""
+    """Run short requests of every kind, some aborted while they wait or run."""
     core = engine.llm.llm_engine
     canvas_length = engine.state.canvas_length
     for index in range(num_requests):
@@ -124,7 +124,7 @@ def run_batch(engine: TracedEngine, rng: random.Random, num_requests: int) -> No
 
 @pytest.mark.parametrize("num_requests", [10, pytest.param(500, marks=pytest.mark.slow)])
 def test_requests_leave_nothing(engine: TracedEngine, num_requests: int) -> None:
-    """As many, a fifth of them aborted, leave the engine as the first twenty left it."""
+    """More requests, a fifth of them aborted, leave the engine as the first twenty did."""
     rng = random.Random(0)
     run_batch(engine, rng, 20)
     assert not any(in_use(engine).values()), in_use(engine)

@@ -1,6 +1,6 @@
-"""The page of the live canvas in a real browser, before a stub of its server.
+"""Tests of the page of the live canvas in a real browser, with a stub of its server.
 
-The stub does what no healthy server does, too; ``test_page_server.py`` has a real one.
+The stub also does what no healthy server does; ``test_page_server.py`` has a real one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def stub() -> Iterator[Stub]:
 
 
 def test_hostile_tokens(stub: Stub, new_page: Callable[..., Page]) -> None:
-    """What a model, a prompt or a link spells is shown, and never run."""
+    """Text of a model, a prompt or a link is shown, and never run."""
     page = new_page(stub.url)
     connect(page, page_stub.KEY)
     ask(page, "hostile")
@@ -52,7 +52,7 @@ def test_hostile_tokens(stub: Stub, new_page: Callable[..., Page]) -> None:
 
 
 def test_server_dies(new_page: Callable[..., Page]) -> None:
-    """In the middle of an answer, whose beginning stays; the page says so and can be used."""
+    """If the server dies in an answer, its beginning stays and the page reports the failure."""
     with running_stub() as dying:
         page = new_page(dying.url)
         connect(page, page_stub.KEY)
@@ -63,7 +63,7 @@ def test_server_dies(new_page: Callable[..., Page]) -> None:
         expect(page.get_by_role("textbox", name="Message")).to_have_value("die")
         page.get_by_role("textbox", name="Message").fill("")
         ask(page, "And now?")
-        # What was broken off is no part of the chat.
+        # An answer that was broken off is not part of the chat.
         assert [m["content"] for m in dying.asked[-1]["messages"]] == ["And now?"]
         expect(page.get_by_role("alert")).to_have_text("")
     page.get_by_role("textbox", name="Message").fill("Is anybody there?")
@@ -73,7 +73,7 @@ def test_server_dies(new_page: Callable[..., Page]) -> None:
 
 
 def test_problems_in_one_sentence(stub: Stub, new_page: Callable[..., Page]) -> None:
-    """Whose fault it is, and that the next message is answered."""
+    """A problem is reported with its cause, and the next message is answered."""
     page = new_page(stub.url)
     connect(page, page_stub.KEY)
     alert = page.get_by_role("alert")
@@ -113,7 +113,7 @@ def test_problems_in_one_sentence(stub: Stub, new_page: Callable[..., Page]) -> 
 
 
 def test_keyboard_and_names(stub: Stub, new_page: Callable[..., Page]) -> None:
-    """Everything has a name, and can be reached and moved without a pointer."""
+    """Every control has a name, and can be reached and moved without a pointer."""
     page = new_page(stub.url, reduced_motion="reduce")
     connect(page, page_stub.KEY)
     ask(page, "Something.")
@@ -151,7 +151,7 @@ def test_keyboard_and_names(stub: Stub, new_page: Callable[..., Page]) -> None:
 
 
 def test_key_form(stub: Stub, new_page: Callable[..., Page]) -> None:
-    """It folds once connected, comes back when it is asked for, and is not there without a key."""
+    """The key form folds once connected, opens on request, and is absent without a key."""
     page = new_page(stub.url)
     form = page.locator("#connect")
     change = page.get_by_role("button", name="Connected, change key")
@@ -191,7 +191,7 @@ def test_key_form(stub: Stub, new_page: Callable[..., Page]) -> None:
 
 
 def test_narrow_screen(new_page: Callable[..., Page]) -> None:
-    """Nothing is wider than 400 pixels, though the model's name is a path and two choices are compared."""
+    """Nothing is wider than 400 pixels, with a path as the model's name and two choices."""
     with running_stub(name="/a/path/that/goes/on" * 8) as stub:
         page = new_page(stub.url, viewport={"width": 400, "height": 800})
         expect(page.locator("#prompt-hint")).to_be_visible()
@@ -203,7 +203,7 @@ def test_narrow_screen(new_page: Callable[..., Page]) -> None:
 
 
 def test_header_after_connecting(stub: Stub, new_page: Callable[..., Page]) -> None:
-    """The keyboard and typing go to the message without scrolling the header of a narrow screen away."""
+    """On a narrow screen, focus goes to the message and the header stays in view."""
     page = new_page(stub.url, viewport={"width": 400, "height": 600})
     connect(page, page_stub.KEY)
     expect(page.get_by_role("textbox", name="Message")).to_be_focused()
@@ -214,7 +214,7 @@ def test_header_after_connecting(stub: Stub, new_page: Callable[..., Page]) -> N
 
 
 def test_markdown(stub: Stub, new_page: Callable[..., Page]) -> None:
-    """A whole answer is shown as Markdown, except what leads elsewhere; its canvas and raw text are a click away."""
+    """An answer is shown as Markdown without links, with its canvas and raw text a click away."""
     page = new_page(stub.url)
     connect(page, page_stub.KEY)
     ask(page, "markdown")
@@ -253,7 +253,7 @@ def test_markdown_without_end(stub: Stub, new_page: Callable[..., Page]) -> None
 def test_system_prompt_and_picture(
     stub: Stub, new_page: Callable[..., Page], tmp_path: Path
 ) -> None:
-    """A system prompt stands before every message and in the link, and a picture goes with one message."""
+    """A system prompt goes with every message and the link, a picture with one message."""
     picture = tmp_path / "dot.png"
     picture.write_bytes(base64.b64decode(DOT))
     page = new_page(stub.url)
@@ -279,7 +279,7 @@ def test_system_prompt_and_picture(
 
 
 def test_ways(stub: Stub, new_page: Callable[..., Page]) -> None:
-    """A way of the server is chosen at the top of the settings; one without a canvas asks for no frames."""
+    """The settings offer the server's ways, and a way without a canvas requests no frames."""
     page = new_page(stub.url)
     connect(page, page_stub.KEY)
     first, second = page.locator("#choices > .field label").all_inner_texts()[:2]
@@ -298,7 +298,7 @@ def test_ways(stub: Stub, new_page: Callable[..., Page]) -> None:
 
 
 def test_end_token_explained(stub: Stub, new_page: Callable[..., Page]) -> None:
-    """The legend names the tokens that end an answer, and the one on the canvas is shown whole."""
+    """The legend names the end tokens, and one on the canvas is shown whole."""
     page = new_page(stub.url)
     connect(page, page_stub.KEY)
     ask(page, "Something.")
@@ -315,7 +315,7 @@ def test_end_token_explained(stub: Stub, new_page: Callable[..., Page]) -> None:
 
 @pytest.mark.slow
 def test_cold_server(stub: Stub, new_page: Callable[..., Page]) -> None:
-    """Before the first step there is an empty canvas, and the seconds run."""
+    """Before the first step the page shows an empty canvas and running seconds."""
     page = new_page(stub.url)
     connect(page, page_stub.KEY)
     page.get_by_role("textbox", name="Message").fill("cold")
@@ -340,7 +340,7 @@ def test_cold_server(stub: Stub, new_page: Callable[..., Page]) -> None:
     ids=["desk", "phone"],
 )
 def test_canvas_in_view(width: int, height: int, stub: Stub, new_page: Callable[..., Page]) -> None:
-    """The canvas of an answer that begins is beside or above the chat, and on the screen."""
+    """The canvas of an answer that begins is next to or above the chat, and on the screen."""
     page = new_page(stub.url, viewport={"width": width, "height": height})
     connect(page, page_stub.KEY)
     page.get_by_text("More", exact=True).click()
@@ -350,7 +350,7 @@ def test_canvas_in_view(width: int, height: int, stub: Stub, new_page: Callable[
     page.keyboard.press("Enter")
     expect(page.locator("output")).to_contain_text("step 1 of")
     expect(page.locator(".canvas .cell").first).to_be_in_viewport(ratio=1)
-    # Not behind the message either, which stays at the bottom of a phone's screen.
+    # Nor is it hidden by the message box, which stays at the bottom of a phone's screen.
     uncovered = """nodes => nodes.filter(node => node.checkVisibility()).every(node => {
         const { left, top, width, height } = node.getBoundingClientRect();
         return node.contains(document.elementFromPoint(left + width / 2, top + height / 2));
@@ -371,7 +371,7 @@ def test_canvas_in_view(width: int, height: int, stub: Stub, new_page: Callable[
 
 
 def test_fold_after_the_end(stub: Stub, new_page: Callable[..., Page]) -> None:
-    """What stands behind the first end token is one button, which shows it."""
+    """Tokens after the first end token are folded into a button that shows them."""
     page = new_page(stub.url)
     connect(page, page_stub.KEY)
     ask(page, "Something.")
@@ -401,7 +401,7 @@ def test_fold_after_the_end(stub: Stub, new_page: Callable[..., Page]) -> None:
 
 
 def test_past_the_cap(stub: Stub, new_page: Callable[..., Page]) -> None:
-    """A canvas that a constraint takes past its step cap is not at a step of fewer."""
+    """A canvas that a constraint takes past its step cap shows no smaller total."""
     page = new_page(stub.url)
     connect(page, page_stub.KEY)
     ask(page, "past the cap")
@@ -428,7 +428,7 @@ def test_text_before_its_frames(stub: Stub, new_page: Callable[..., Page]) -> No
 
 
 def test_empty_answers(stub: Stub, new_page: Callable[..., Page]) -> None:
-    """An answer without text says why it ended, in the place of the text."""
+    """An answer without text shows why it ended instead."""
     page = new_page(stub.url)
     connect(page, page_stub.KEY)
     for prompt, why in (
@@ -442,7 +442,7 @@ def test_empty_answers(stub: Stub, new_page: Callable[..., Page]) -> None:
         ask(page, prompt)
         expect(page.get_by_role("log").locator(".said").last).to_have_text(f"No text: {why}.")
         expect(page.locator(".text")).to_have_text("Hm." if prompt == "think" else "")
-    # What the page says is no part of the chat.
+    # Messages of the page are not part of the chat.
     answers = [m["content"] for m in stub.asked[-1]["messages"] if m["role"] == "assistant"]
     assert answers == [""] * 5
     page.get_by_role("textbox", name="Message").fill("give up")
@@ -453,7 +453,7 @@ def test_empty_answers(stub: Stub, new_page: Callable[..., Page]) -> None:
 
 @pytest.mark.slow
 def test_settings_that_differ(stub: Stub, new_page: Callable[..., Page]) -> None:
-    """One heading names the settings; what A and B set differently is marked, also above their canvases."""
+    """One heading names the settings, and differences of A and B are marked at their canvases."""
     page = new_page(stub.url)
     connect(page, page_stub.KEY)
     ask(page, "One.")
@@ -485,7 +485,7 @@ def test_settings_that_differ(stub: Stub, new_page: Callable[..., Page]) -> None
 
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_contrast(scheme: str, stub: Stub, new_page: Callable[..., Page]) -> None:
-    """Text can be read on every colour, in both schemes: 4.5 to 1, as WCAG 2.2 asks."""
+    """Text has a contrast of 4.5 to 1 on every color in both schemes, as WCAG 2.2 requires."""
     page = new_page(stub.url, color_scheme=scheme, reduced_motion="reduce")
     connect(page, page_stub.KEY)
     ask(page, "Something.")

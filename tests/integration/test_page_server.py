@@ -1,4 +1,4 @@
-"""The page of the live canvas before a real server that ``vllm-diffusion serve-page`` started."""
+"""Tests of the page of the live canvas with a real server that ``serve-page`` started."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def server() -> Iterator[Server]:
 
 
 def chunks_of(server: Server, prompt: str, **settings: Any) -> list[dict[str, Any]]:
-    """The stream of the same question, asked without the page."""
+    """Return the stream of the same question, sent without the page."""
     body = {
         "model": "tiny",
         "messages": [{"role": "user", "content": prompt}],
@@ -70,7 +70,7 @@ def chunks_of(server: Server, prompt: str, **settings: Any) -> list[dict[str, An
 
 
 def test_watch_and_replay(server: Server, new_page: Callable[..., Page]) -> None:
-    """A wrong key, the right one, a question, its canvas at every step, and the same from its link."""
+    """The page refuses a wrong key, shows every step of an answer, and replays it from its link."""
     page = new_page(f"{server.url}/diffusion/")
     page.get_by_label("Key of the server").fill("another")
     page.keyboard.press("Enter")
@@ -135,7 +135,7 @@ def test_watch_and_replay(server: Server, new_page: Callable[..., Page]) -> None
 def test_ways_system_prompt_and_picture(
     server: Server, new_page: Callable[..., Page], tmp_path: Path
 ) -> None:
-    """Each way answers the same sum, the server counts it under that way, and a picture arrives with its message."""
+    """Each way answers and is counted by the server, and a picture arrives with its message."""
     page = new_page(f"{server.url}/diffusion/")
     connect(page, server.api_key)
     way = page.get_by_role("combobox", name="Way to decode")
@@ -162,7 +162,7 @@ def test_ways_system_prompt_and_picture(
 
 
 def test_picture_of_a_masked_family(new_page: Callable[..., Page], tmp_path: Path) -> None:
-    """The page hands a picture to MinerU-Diffusion too, and shows which tokens of a block each step decides."""
+    """The page sends a picture to MinerU-Diffusion and shows which tokens a step decides."""
     picture = tmp_path / "page.png"
     # Of 70 tokens.
     Image.new("RGB", (80, 56), "red").save(picture)
@@ -184,7 +184,7 @@ def test_picture_of_a_masked_family(new_page: Callable[..., Page], tmp_path: Pat
 
 
 def emitted(server: Server, way: str) -> float:
-    """Tokens that the server emitted by a way."""
+    """Return how many tokens the server emitted by a way."""
     samples = read_metrics(server.url)
     name = "vllm_diffusion:emitted_tokens_total"
     return sum(each.value for each in samples if each.name == name and each.labels["way"] == way)

@@ -1,4 +1,4 @@
-"""The engine gives the logits and the tokens of Hugging Face's ``generate``, in float32.
+"""The engine gives the logits and tokens of Hugging Face's ``generate`` in float32.
 
 Whole generations are compared, and where more than one thing is going on (several prefill chunks,
 prefix-cache hits, batches) every step by itself, given what was before it.
@@ -49,10 +49,7 @@ SETTINGS = {
     ],
 )
 def engine(checkpoint, request):
-    """With either implementation of the attention kernel.
-
-    Triton's interpreter takes seconds a pass.
-    """
+    """Return an engine with one of the attention kernels; an interpreted pass takes seconds."""
     with TracedEngine(
         checkpoint, additional_config={"diffusion": SETTINGS[request.param]}
     ) as engine:
@@ -61,7 +58,7 @@ def engine(checkpoint, request):
 
 @pytest.fixture
 def small_token_budget(engine):
-    """Two canvases of rows in a pass: longer prompts are prefilled in several chunks."""
+    """Allow two canvases of rows per pass, so that long prompts are prefilled in chunks."""
     budget = engine.scheduler.max_num_scheduled_tokens
     engine.scheduler.max_num_scheduled_tokens = 2 * CANVAS
     yield
@@ -69,7 +66,7 @@ def small_token_budget(engine):
 
 
 def assert_each_step_agrees(steps: list[StepRecord], prompt: list[int], oracle: Oracle) -> None:
-    """Each step's logits are the oracle's, given the canvases and logits before it."""
+    """Check each step's logits against the oracle's, given the canvases and logits before it."""
     logits = [s.logits for s in steps]
     expected = oracle.follow(prompt, [s.canvas for s in steps], logits)
     assert len(expected) == len(steps)
@@ -80,7 +77,7 @@ def assert_each_step_agrees(steps: list[StepRecord], prompt: list[int], oracle: 
 
 @pytest.mark.parametrize("length", PROMPT_LENGTHS, ids=lambda n: f"context-{n}")
 def test_logits_of_every_step(engine, oracle, length):
-    """Three canvases: the first on the prompt, the others on top of encoded canvases."""
+    """All steps of three canvases, two of them on encoded ones, have the oracle's logits."""
     prompt = prompt_of(length)
     expected = oracle.generate(prompt, seed=7, max_tokens=3 * CANVAS, ignore_eos=True)
     with engine.recording() as steps:
@@ -92,7 +89,7 @@ def test_logits_of_every_step(engine, oracle, length):
 @pytest.mark.parametrize("length", [101, 301], ids=lambda n: f"context-{n}")
 @pytest.mark.usefixtures("small_token_budget")
 def test_several_prefill_chunks(engine, oracle, length):
-    """A prompt that comes in pieces of at most 64 rows, and two canvases on top of it."""
+    """Two canvases after a prompt in pieces of at most 64 rows have the oracle's logits."""
     prompt = prompt_of(length, seed=3)
     with engine.recording() as steps:
         engine.generate([prompt], seeds=[7], max_tokens=2 * CANVAS, ignore_eos=True)
@@ -100,7 +97,7 @@ def test_several_prefill_chunks(engine, oracle, length):
 
 
 def test_prefix_cache_hit(engine, oracle):
-    """The second time, most of the prompt comes from the cache, and nothing else changes."""
+    """A repeated prompt comes mostly from the cache and changes no result."""
     prompt = prompt_of(200, seed=5)
     engine.generate([prompt], seeds=[11], max_tokens=CANVAS, ignore_eos=True)
     with engine.recording() as steps:
@@ -113,7 +110,7 @@ def test_prefix_cache_hit(engine, oracle):
 
 @pytest.mark.usefixtures("small_token_budget")
 def test_batch_of_prefill_denoise_and_encode(engine, oracle):
-    """Requests at all stages in one pass: each reads as it does alone."""
+    """Requests at all stages in one pass read what each reads alone."""
     prompts = [prompt_of(n, seed=9) for n in (5, 60, 130, 250)]
     seeds = list(range(20, 24))
     with engine.recording() as steps:
@@ -137,7 +134,7 @@ def test_batch_of_prefill_denoise_and_encode(engine, oracle):
     ids=lambda numbers: f"{len(numbers)} prompts",
 )
 def test_tokens_of_many_prompts(engine, oracle, numbers):
-    """Whole generations of several canvases, end tokens included, token by token."""
+    """Whole generations of several canvases, end tokens included, equal the oracle's tokens."""
     prompts = [prompt_of(17 + 13 * i, seed=2) for i in numbers]
     seeds = [100 + i for i in numbers]
     outputs = engine.generate(prompts, seeds=seeds, max_tokens=3 * CANVAS)
@@ -150,7 +147,7 @@ def test_tokens_of_many_prompts(engine, oracle, numbers):
 @pytest.mark.parametrize("engine", ["triton"], indirect=True)
 @pytest.mark.usefixtures("small_token_budget")
 def test_with_the_triton_kernel(engine, oracle):
-    """Two prompts of several canvases in one batch, one of them prefilled in two chunks."""
+    """The Triton kernel gives the oracle's tokens for two prompts in a batch, one in chunks."""
     prompts = [prompt_of(25, seed=2), prompt_of(90, seed=2)]
     few_steps = {"diffusion_max_steps": 4}
     outputs = engine.generate(
@@ -165,7 +162,7 @@ def test_with_the_triton_kernel(engine, oracle):
 
 @pytest.mark.skipif(not SHIPPED.exists(), reason="the shipped checkpoint is missing")
 def test_trained_checkpoint(tmp_path):
-    """The shipped weights, whose canvases converge early: same tokens, same number of steps."""
+    """The shipped weights, whose canvases converge early, give the oracle's tokens and steps."""
     from transformers import AutoTokenizer
 
     from vllm_diffusion.metrics import request_metrics

@@ -1,4 +1,4 @@
-"""What a pass asks of the driver and of the host: less than stock's class, and no more than it did."""
+"""Tests of a pass's calls to the driver and host time, against stock's class and baselines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 def test_baselines_of_a_pass_beside_stock_s_class(tmp_path):
-    """In units of a small operation, of which twice as many are a change; less may be the machine."""
+    """A pass takes no more operations than its baseline and fewer than stock's class.
+
+    In units of a small operation, a change is at least twice as many; less may be the machine.
+    """
     if (lacks := missing()) is not None:
         pytest.skip(lacks)
     build()

@@ -1,4 +1,4 @@
-"""``diffusion_pinned`` of the shipped DiffusionGemma: the answer has the tokens that a request pins."""
+"""With ``diffusion_pinned`` the shipped DiffusionGemma's answer has the pinned tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[TracedEngine]:
 
 @pytest.fixture(scope="module")
 def prompt(engine: TracedEngine) -> list[int]:
-    """A chat's prompt."""
+    """Return a chat's prompt."""
     messages = [{"role": "user", "content": PROMPT}]
     rendered = engine.llm.get_tokenizer().apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True
@@ -44,18 +44,18 @@ def prompt(engine: TracedEngine) -> list[int]:
 
 
 def ids(engine: TracedEngine, text: str) -> list[int]:
-    """Token ids of a text, which has one for each character."""
+    """Return the token ids of a text, one for each character."""
     return list(engine.llm.get_tokenizer().encode(text, add_special_tokens=False))
 
 
 def pins(tokens: dict[int, int], fill: int = 100, width: int = CANVAS) -> dict[str, Any]:
-    """Arguments that pin tokens at positions of a first canvas."""
+    """Return arguments that pin tokens at positions of a first canvas."""
     canvas = [tokens.get(position, fill) for position in range(width)]
     return {"diffusion_seed_canvas": canvas, "diffusion_pinned": sorted(tokens)}
 
 
 def test_leading_pins_of_a_chat(engine: TracedEngine, prompt: list[int]) -> None:
-    """A greedy answer begins with the four tokens that are pinned, and has them in its text."""
+    """A greedy answer begins with its four pinned tokens, and has them in its text."""
     params = engine.sampling_params(
         max_tokens=CANVAS, temperature=0.0, extra_args=pins(dict.fromkeys(range(4), 100))
     )
@@ -65,7 +65,7 @@ def test_leading_pins_of_a_chat(engine: TracedEngine, prompt: list[int]) -> None
 
 
 def test_random_pins_in_a_batch(engine: TracedEngine, prompt: list[int]) -> None:
-    """Every pinned token is in the answer at its position, and requests without pins answer as alone.
+    """Every pinned token is in its answer, and requests without pins answer as alone.
 
     Answers of one canvas and of two, cut, narrow, read-only, filtered and drawn at any temperature.
     """
@@ -106,7 +106,7 @@ def test_random_pins_in_a_batch(engine: TracedEngine, prompt: list[int]) -> None
 
 
 def test_pins_are_of_the_first_canvas(engine: TracedEngine, prompt: list[int]) -> None:
-    """A second canvas does not repeat them."""
+    """A second canvas does not repeat the pinned tokens."""
     tokens = dict.fromkeys(range(4), 100)
     params = engine.sampling_params(
         max_tokens=2 * CANVAS, temperature=0.0, ignore_eos=True, extra_args=pins(tokens)
@@ -117,7 +117,7 @@ def test_pins_are_of_the_first_canvas(engine: TracedEngine, prompt: list[int]) -
 
 
 def test_frames_and_step_maps(engine: TracedEngine, prompt: list[int]) -> None:
-    """Every frame has the pinned tokens, as positions that stay, and no step decided them."""
+    """Every frame has the pinned tokens as kept positions that no step decided."""
     tokens = {2: 40, 3: 41, 9: 42}
     params = engine.sampling_params(
         max_tokens=CANVAS, seed=1, ignore_eos=True, extra_args=EVERY_FIELD | pins(tokens)
@@ -139,7 +139,7 @@ def test_frames_and_step_maps(engine: TracedEngine, prompt: list[int]) -> None:
 def test_log_probabilities_name_the_pinned_token(
     extra: dict[str, Any], num_logprobs: int, engine: TracedEngine, prompt: list[int]
 ) -> None:
-    """They are the model's own, of the token that the answer has, in the last step of its canvas."""
+    """Pinned tokens have the model's own log-probabilities in the canvas's last step."""
     tokens = {0: 100, 5: 101, 6: 102}
     both = [
         engine.sampling_params(
@@ -164,7 +164,7 @@ def test_log_probabilities_name_the_pinned_token(
 
 
 def test_a_pinned_end_token_ends_the_answer(engine: TracedEngine, prompt: list[int]) -> None:
-    """As a drawn one does; with ``ignore_eos``, and in a read-only canvas, it is a token like others."""
+    """A pinned end token ends the answer unless ``ignore_eos`` or a read is requested."""
     end = engine.llm.get_tokenizer().eos_token_id
     own = pins({0: 40, 1: 41, 2: end})
     asked = [{}, {"ignore_eos": True}, {"extra_args": own | {"diffusion_read_only": True}}]
@@ -201,10 +201,10 @@ def test_pins_that_a_constraint_allows(engine: TracedEngine, prompt: list[int]) 
 def test_pins_that_a_constraint_does_not_allow(
     position: int, engine: TracedEngine, prompt: list[int]
 ) -> None:
-    """The request has no answer, and its reason names the pin; one beside it is answered."""
+    """A pin against the constraint ends the request with a reason, and no other one."""
     (digit,) = ids(engine, "7")
     own = pins({position: digit})
-    # Without an end before the pin, after which it is no part of the answer.
+    # Without an end before the pin, after which it is not part of the answer.
     bad_word = {"bad_words": ["7"], "ignore_eos": True}
     sampling = [
         constrained(engine, "[a-z]{6}!", own),
@@ -219,7 +219,7 @@ def test_pins_that_a_constraint_does_not_allow(
 
 
 def test_pins_that_are_not_among_the_allowed_ids(engine: TracedEngine, prompt: list[int]) -> None:
-    """A pinned token that ``allowed_token_ids`` leaves out is refused, and named."""
+    """A pinned token that is not in ``allowed_token_ids`` is refused by name."""
     params = engine.sampling_params(
         max_tokens=CANVAS, allowed_token_ids=[40, 41], extra_args=pins({0: 40, 7: 99})
     )

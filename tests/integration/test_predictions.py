@@ -1,4 +1,4 @@
-"""``prediction``: canvases start from a text that the answer is expected to resemble."""
+"""With ``prediction``, canvases start from a text that the answer is expected to resemble."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def shipped(request: pytest.FixtureRequest) -> Iterator[TracedEngine]:
 
 
 def params(prediction: Any, **changes: Any) -> SamplingParams:
-    """Of a request with a prediction, unless that is ``None``."""
+    """Return parameters with a prediction, unless that is ``None``."""
     extra = changes.pop("extra_args", {})
     if prediction is not None:
         extra["diffusion_prediction"] = prediction
@@ -49,7 +49,7 @@ def params(prediction: Any, **changes: Any) -> SamplingParams:
 
 
 def asked(engine: TracedEngine, text: str) -> list[int]:
-    """A chat's prompt, as token ids."""
+    """Return a chat's prompt as token ids."""
     prompt = engine.llm.get_tokenizer().apply_chat_template(
         [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True
     )
@@ -57,7 +57,7 @@ def asked(engine: TracedEngine, text: str) -> list[int]:
 
 
 def test_canvases_start_from_it(shipped: TracedEngine) -> None:
-    """An answer that is predicted takes fewer passes, is the same, and leaves other requests of its batch alone."""
+    """A predicted answer takes fewer passes, is the same, and changes no other request."""
     prompt, other = asked(shipped, QUESTION), asked(shipped, "Count from 3 to 12.")
     (alone,) = shipped.outputs([other], [params(None)])
     plain, _ = shipped.outputs([prompt, other], [params(None), params(None)])
@@ -84,7 +84,7 @@ def test_canvases_start_from_it(shipped: TracedEngine) -> None:
 
 @pytest.mark.parametrize("of_prompt", [False, True])
 def test_where_they_start(shipped: TracedEngine, of_prompt: bool) -> None:
-    """Each canvas starts from what the host finds by the tokens that were emitted before it, in both orders."""
+    """Each canvas starts where the host finds the emitted tokens in the text, in both orders."""
     prompt = asked(shipped, QUESTION)
     tokenizer = shipped.llm.get_tokenizer()
     text = prompt if of_prompt else tokenizer.encode(LIST, add_special_tokens=False)
@@ -119,7 +119,7 @@ def test_where_they_start(shipped: TracedEngine, of_prompt: bool) -> None:
 
 @pytest.mark.parametrize("is_asynchronous", ORDERS)
 def test_preempted(is_asynchronous: bool) -> None:
-    """Requests that lose their memory go on as if nothing had been."""
+    """Preempted requests give the same answers."""
     with TracedEngine(
         SHIPPED,
         async_scheduling=is_asynchronous,
@@ -150,7 +150,7 @@ def test_preempted(is_asynchronous: bool) -> None:
 def test_a_rule_that_edits(
     tmp_path: Path, make: Any, rule: dict[str, str], is_asynchronous: bool
 ) -> None:
-    """A block of LLaDA2.1 or 2.2 begins after the prompt's tokens in it with the text, and later ones go on there."""
+    """LLaDA2.1 and 2.2 start a block from the text after the prompt's tokens, and go on later."""
     with TracedEngine(
         make().save(tmp_path),
         async_scheduling=is_asynchronous,
@@ -173,7 +173,7 @@ def test_a_rule_that_edits(
 
 
 def test_a_family_that_cannot_revise(tmp_path: Path) -> None:
-    """SDAR, whose tokens are final where they are revealed, refuses a prediction by its name."""
+    """SDAR, whose revealed tokens are final, refuses a prediction by name."""
     with TracedEngine(tiny.sdar(block_length=16).save(tmp_path)) as engine:
         wanted = SamplingParams(max_tokens=8, extra_args={"diffusion_prediction": "a text"})
         with pytest.raises(VLLMValidationError, match="cannot revise") as refused:
@@ -198,7 +198,7 @@ def test_a_family_that_cannot_revise(tmp_path: Path) -> None:
 def test_refused(
     shipped: TracedEngine, prediction: Any, changes: dict[str, Any], field: str
 ) -> None:
-    """A prediction of another form, of too many tokens or next to another start is refused by its field."""
+    """A prediction that is malformed, too long or next to another start is refused by its field."""
     wanted = params(prediction, **changes)
     with pytest.raises(VLLMValidationError) as refused:
         shipped.outputs([[42, 35]], [wanted])
@@ -206,7 +206,7 @@ def test_refused(
 
 
 def test_forms(shipped: TracedEngine) -> None:
-    """OpenAI's object, of a text or of parts, is what the text is, and an empty one is none."""
+    """OpenAI's object equals its text or parts, and an empty one means no prediction."""
     half = len(LIST) // 2
     parts = [{"type": "text", "text": part} for part in (LIST[:half], LIST[half:])]
     forms = [LIST, {"type": "content", "content": LIST}, {"type": "content", "content": parts}]

@@ -1,9 +1,9 @@
-"""Quantised checkpoints in the engine compute what compressed-tensors says they mean.
+"""Quantized checkpoints compute in the engine what compressed-tensors defines.
 
-A quantised activation is discontinuous: where a rounding error of 1e-7 moves an entry over the
+A quantized activation is discontinuous: where a rounding error of 1e-7 moves an entry over the
 middle between two numbers of FP4, a logit of these weights may move by 4. So layers are compared on
-the inputs that they had in the engine, and logits by whether they are the reference's on most
-prompts, and no further from it on average than the reference's own rounding errors lead.
+the inputs that they had in the engine. Logits must be the reference's on most prompts, and on
+average no further from it than the reference's own rounding errors lead.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ def prompt_of(length: int) -> list[int]:
 
 
 def share_of_rows_off(actual: Tensor, fp32: Tensor, fp64: Tensor) -> float:
-    """Share of rows further from float64 than plain PyTorch in float32 is, twice over."""
+    """Return the share of rows at least twice as far from float64 as PyTorch in float32."""
     rounding = torch.finfo(torch.float32).eps * fp64.abs().max()
     budget = 2 * ((fp32.double() - fp64).abs().amax(-1).median() + 4 * rounding)
     return ((actual.double() - fp64).abs().amax(-1) > budget).double().mean().item()
 
 
 def divergence(exact: Tensor, logits: Tensor) -> float:
-    """Mean KL of the distributions, nats."""
+    """Return the mean KL divergence of the distributions, in nats."""
     log_p, log_q = exact.double().log_softmax(-1), logits.double().log_softmax(-1)
     return (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
 
 
 class Run:
-    """First steps of a quantised checkpoint on several prompts, with every layer recorded."""
+    """The first steps of a quantized checkpoint on several prompts, with every layer recorded."""
 
     def __init__(self, folder: Any, scheme: str) -> None:
         checkpoint = quantized_checkpoint(folder / scheme, scheme)
@@ -87,7 +87,7 @@ def run(request, tmp_path_factory):
 
 
 def test_every_layer(run):
-    """Attention, dense MLPs and experts, on prompts and canvases, are within the error budget."""
+    """Attention, dense MLPs and experts are within the error budget on prompts and canvases."""
     layers32, layers64 = (oracle.model.model.decoder.layers for oracle in (run.fp32, run.fp64))
     assert len(run.linears) == 4 * NUM_LAYERS
     off = {}
@@ -111,9 +111,9 @@ def test_every_layer(run):
 
 
 def test_logits(run):
-    """First steps agree with quantise-dequantise in float64, where no more activations flip than in plain PyTorch.
+    """First steps agree with quantize-dequantize in float64, with no more flips than PyTorch.
 
-    Which ones flip depends on the processor's order of sums.
+    Which activations flip depends on the processor's order of sums.
     """
     errors, plain_errors, ours, theirs = [], [], [], []
     for prompt, step in zip(run.prompts, run.steps, strict=True):
@@ -137,7 +137,7 @@ def test_logits(run):
 
 
 def perturbed_first_step(oracle: QuantizedOracle, prompt: list[int], canvas: list[int]) -> Tensor:
-    """The reference in float32 after a rounding error in each embedding: which entries flip."""
+    """Return the float32 reference's step after a rounding error in each embedding."""
     table = oracle.model.model.decoder.embed_tokens.weight
     kept = table.detach().clone()
     generator = torch.Generator().manual_seed(len(prompt))
@@ -150,7 +150,7 @@ def perturbed_first_step(oracle: QuantizedOracle, prompt: list[int], canvas: lis
 
 
 def test_modelopt_layout(tmp_path):
-    """Experts in NVFP4, everything else in BF16, and a cache in FP8 with the checkpoint's scales."""
+    """Experts in NVFP4, other layers in BF16 and an FP8 cache with scales give right answers."""
     compressed = quantized_checkpoint(tmp_path / "nvfp4", "nvfp4")
     with TracedEngine(modelopt_checkpoint(compressed, tmp_path / "modelopt")) as engine:
         assert engine.llm.llm_engine.vllm_config.cache_config.cache_dtype.startswith("fp8")
@@ -181,7 +181,7 @@ def test_modelopt_layout(tmp_path):
 
 @pytest.mark.slow
 def test_modelopt_weights_alone(tmp_path):
-    """Experts whose inputs are not quantised need no scales of these."""
+    """Experts whose inputs are not quantized need no input scales."""
     compressed = quantized_checkpoint(tmp_path / "nvfp4", "nvfp4-weights")
     checkpoint = modelopt_checkpoint(compressed, tmp_path / "modelopt")
     config = json.loads((checkpoint / "config.json").read_text())
@@ -200,9 +200,10 @@ def test_modelopt_weights_alone(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["nvfp4", "fp8-dynamic"])
 def test_two_ranks(scheme, tmp_path):
-    """Shards of weights and scales: the answers are right on two ranks, and the same in any batch.
+    """Two ranks with shards of weights and scales give right answers, the same in any batch.
 
-    Not bit for bit those of one process: each rank sums its own part of a row, and scales it where FP8 is dynamic.
+    They differ in bits from one process: each rank sums its own part of a row, and scales it where
+    FP8 is dynamic.
     """
     checkpoint = quantized_checkpoint(tmp_path / scheme, scheme)
     tasks, tokenizer = example("checkpoints/tiny_tasks"), AutoTokenizer.from_pretrained(SHIPPED)

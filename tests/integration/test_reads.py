@@ -1,4 +1,4 @@
-"""A canvas that is read after one step needs no soft embeddings, and one held to a few ids needs no others' logits."""
+"""A read of one step computes no soft embeddings, and one limited to a few ids no other logits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def small_tiles(monkeypatch):
 
 
 def answers(engine: TracedEngine, batch: list[dict[str, Any]]) -> list[Any]:
-    """Tokens, and every log-probability and rank to the bit, of requests that run together."""
+    """Return tokens, log-probabilities and ranks, to the bit, of requests that run together."""
     params = [
         engine.sampling_params(**({"seed": i, "max_tokens": CANVAS, "ignore_eos": True} | options))
         for i, options in enumerate(batch)
@@ -80,7 +80,7 @@ BATCHES = {
 
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=list(BATCHES))
 def test_what_is_left_out_changes_no_answer(engine, monkeypatch, batch):
-    """Tokens, log-probabilities and ranks are, bit for bit, those of passes that compute everything for every row."""
+    """Tokens and log-probabilities have the bits of passes that compute everything."""
     found = answers(engine, batch)
     used = PassSettings.used
 
@@ -108,7 +108,7 @@ WITH_EVERYTHING = 3 * VOCAB
     ids=["read", "without log-probabilities", "held", "held to several", "beside two steps"],
 )
 def test_ids_that_a_read_multiplies(engine, monkeypatch, batch, num_ids):
-    """The first pass with a canvas multiplies no ids for a step that does not come, and no tile without an allowed id."""
+    """A read multiplies no ids for a further step, and no tile without an allowed id."""
     head = engine.runner.sampler.head
     passes: list[float] = []
     num_rows = 0

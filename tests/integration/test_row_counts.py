@@ -1,4 +1,4 @@
-"""Rows that DiffusionGemma runs for each token."""
+"""Tests of how many rows DiffusionGemma runs for each token."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def prompts(engine):
     "order", [pytest.param("fused", marks=pytest.mark.slow), "asynchronous"], indirect=True
 )
 def test_rows_of_a_load(engine, counter, prompts, order):
-    """A token takes no more rows than it did, whoever shares its passes; its canvases are the same."""
+    """A token takes no more rows than its baseline at any load, with the same canvases."""
     requests = [(prompt, params(order, seed)) for seed, prompt in enumerate(prompts)]
     counts, answers = {}, {}
     for at_once in (1, AT_ONCE):

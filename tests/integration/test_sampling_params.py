@@ -1,4 +1,4 @@
-"""Each sampling parameter does to a canvas what docs/use/requests.md says."""
+"""Each sampling parameter acts on a canvas as docs/use/requests.md describes."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ def tokens_of(engine, *, seed=5, max_tokens=2 * CANVAS, prompt=PROMPT, **params)
 
 
 def test_allowed_token_ids(engine):
+    """An answer has only tokens of ``allowed_token_ids``."""
     tokens = tokens_of(engine, allowed_token_ids=[40, 41, 99], ignore_eos=True)
     assert set(tokens) <= {40, 41, 99}
     assert len(set(tokens)) > 1
 
 
 def test_logit_bias_forces_and_forbids(engine):
+    """A ``logit_bias`` can force a token and forbid one."""
     plain = tokens_of(engine, ignore_eos=True)
     common = max(set(plain), key=plain.count)
     assert common not in tokens_of(engine, ignore_eos=True, logit_bias={common: -100.0})
@@ -44,7 +46,7 @@ def test_logit_bias_forces_and_forbids(engine):
 
 
 def test_min_tokens(engine):
-    """An end token that the model wants everywhere does not come before its time."""
+    """An end token that the model wants everywhere does not come before ``min_tokens``."""
     wants_end = {"logit_bias": {1: 100.0}, "max_tokens": 3 * CANVAS}
     assert tokens_of(engine, **wants_end) == [1]
     for min_tokens in (5, CANVAS, CANVAS + 7):
@@ -54,7 +56,7 @@ def test_min_tokens(engine):
 
 
 def test_penalties_count_committed_tokens(engine):
-    """Of the first canvas nothing is committed yet; the second is as if the first were a prompt."""
+    """Penalties count only committed tokens, so a first canvas has none."""
     params = {"ignore_eos": True, "extra_args": {"diffusion_max_steps": 4}}
     plain = tokens_of(engine, **params)
     penalised = tokens_of(engine, **params, presence_penalty=2.0, frequency_penalty=2.0)
@@ -75,7 +77,7 @@ def test_penalties_count_committed_tokens(engine):
     ids=str,
 )
 def test_penalties_are_those_of_vllm(engine, params):
-    """Processed logits of a canvas against vLLM's own penalties in PyTorch, on the same counts."""
+    """A canvas's logits equal those of vLLM's own penalties on the same counts."""
     from vllm.model_executor.layers.utils import apply_penalties
 
     seen = []
@@ -105,14 +107,14 @@ def test_penalties_are_those_of_vllm(engine, params):
                 )
             ),
         )
-        # Presence and frequency are of the output, of which there is none at first.
+        # Presence and frequency are of the output, which is empty at first.
         nothing_yet = not output and "repetition_penalty" not in params
         assert torch.equal(expected, logits) == nothing_yet
         torch.testing.assert_close(adjusted, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_bad_words(engine):
-    """Single tokens and sequences, also across the border of two canvases."""
+    """Bad words of one token or more do not occur, not even across two canvases."""
     plain = tokens_of(engine, ignore_eos=True)
     border = plain[CANVAS - 1 : CANVAS + 1]
     words = [[plain[3]], plain[10:13], border]
@@ -131,7 +133,7 @@ def test_bad_words(engine):
 
 
 def test_short_answers_take_narrow_canvases(engine):
-    """A request for five tokens computes five rows a step."""
+    """A request for five tokens computes five rows per step."""
     (output,) = engine.generate([PROMPT], seeds=[1], max_tokens=5, ignore_eos=True)
     metrics = request_metrics(output)
     assert len(output.token_ids) == 5
@@ -140,6 +142,7 @@ def test_short_answers_take_narrow_canvases(engine):
 
 
 def test_several_answers_to_one_prompt(engine):
+    """The answers of one request to a prompt differ."""
     (output,) = engine.outputs(
         [PROMPT], engine.sampling_params(seed=5, n=3, max_tokens=CANVAS, ignore_eos=True)
     )
@@ -148,7 +151,7 @@ def test_several_answers_to_one_prompt(engine):
 
 
 def test_prompt_logprobs_are_those_of_the_causal_encoder(engine, checkpoint):
-    """Against the same passes of ``transformers``, with a first canvas generated after them."""
+    """Prompt log-probabilities equal those of ``transformers``, whatever is generated after."""
     (output,) = engine.outputs(
         [PROMPT],
         engine.sampling_params(seed=5, prompt_logprobs=0, max_tokens=CANVAS, ignore_eos=True),
@@ -171,7 +174,7 @@ def test_prompt_logprobs_are_those_of_the_causal_encoder(engine, checkpoint):
 
 
 def test_settings_of_a_request_over_those_of_the_server(engine):
-    """A tight budget takes as many steps as it may, a wide one few."""
+    """A request's tight budget takes all allowed steps, and a wide one few."""
 
     def steps(**extra_args):
         (output,) = engine.generate(
@@ -194,7 +197,7 @@ def test_settings_of_a_request_over_those_of_the_server(engine):
 
 
 def test_temperatures_of_a_request(engine):
-    """The schedule of the request scales the logits whose entropy decides."""
+    """The request's temperature schedule scales the logits whose entropy decides."""
     low = {"diffusion_t_min": 0.05, "diffusion_t_max": 0.05}
     assert tokens_of(engine, extra_args=low) != tokens_of(engine)
     cold = engine.generate([PROMPT], seeds=[5], max_tokens=CANVAS, ignore_eos=True, extra_args=low)
@@ -253,5 +256,5 @@ def check_batch(engine, requests):
 )
 @given(st.lists(REQUEST, min_size=2, max_size=3))
 def test_settings_never_leak_into_another_request(engine, requests):
-    """Requests with any settings give in any company what they give alone."""
+    """Requests with any settings get in a batch what they get alone."""
     check_batch(engine, requests)

@@ -1,4 +1,4 @@
-"""Options of ``vllm serve``: refused by name before anything is loaded, or served as without them."""
+"""An option of ``vllm serve`` is refused by name before loading, or changes no token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SAMPLE = ("--scheduling-policy", "--max-num-active-seqs", "--stream-interval")
 
 @pytest.mark.parametrize("name", OPTIONS.refused)
 def test_refused(name: str) -> None:
-    """With the option's sentence."""
+    """A refused option ends the start with its sentence."""
     with pytest.raises(ValueError) as raised:  # noqa: PT011
         configure(OPTIONS.refused[name])
     line = refusal_in(raised.value)
@@ -38,19 +38,19 @@ def test_refused(name: str) -> None:
 
 @pytest.mark.parametrize("options", BESIDE_REFUSED)
 def test_not_refused(options: str) -> None:
-    """An option that is refused with some values has others that are served."""
+    """Other values of an option that is refused with some values are served."""
     configure(options)
 
 
 def test_settings_without_their_switch() -> None:
-    """vLLM's command line would drop them in silence."""
+    """Settings that vLLM would silently drop without their switch are refused."""
     with pytest.raises(ValueError, match="--enable-fault-tolerance needs") as raised:
         configure("--fault-tolerance-config.engine_recovery_timeout_sec 5")
     assert refusal_in(raised.value) is not None
 
 
 def test_models_that_are_not_ours() -> None:
-    """What a diffusion model refuses early is vLLM's matter elsewhere."""
+    """An option that a diffusion model refuses is left to vLLM for other models."""
     from vllm.engine.arg_utils import EngineArgs
 
     model = str(shipped_checkpoint("qwen3"))
@@ -67,21 +67,21 @@ def trial(*arguments: str) -> None:
 # Three processes that import vLLM; what is refused is refused in this one, above.
 @pytest.mark.slow
 def test_sample() -> None:
-    """A few options in one start, with the same tokens as without them."""
+    """A few options together in one start give the same tokens as none."""
     trial("--together", *(f"--only={name}" for name in SAMPLE))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_all() -> None:
-    """Everything that the table has tried."""
+    """Every option of the table is refused or served as the table states."""
     trial()
 
 
 # test_bad_startup.py has a process that ends so in every run.
 @pytest.mark.slow
 def test_one_line() -> None:
-    """vLLM's command ends with the sentence, where it would print a trace."""
+    """A refusal ends vLLM's command with its sentence instead of a trace."""
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(SHIPPED)]
     command += ["--host", "127.0.0.1", "--enable-prompt-embeds"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
@@ -93,7 +93,7 @@ def test_one_line() -> None:
 
 
 def test_trace_of_others() -> None:
-    """What vLLM refuses by itself is its own to tell."""
+    """vLLM's own refusals keep vLLM's output."""
     with pytest.raises(ValueError, match="Elastic EP is only supported with") as raised:
         configure("--enable-elastic-ep")
     assert refusal_in(raised.value) is None

@@ -1,6 +1,6 @@
-"""Where stock vLLM's own class, on the same platform and checkpoint, departs from the oracle.
+"""Compares stock vLLM's own class with the oracle, on the same platform and checkpoint.
 
-Both are asked, through the public API, to read one seeded canvas in one step and report its
+Both are requested, through the public API, to read one seeded canvas in one step and report its
 log-probabilities. The figures are printed; ``pytest -s`` shows them.
 """
 
@@ -24,7 +24,7 @@ CANVAS, VOCAB = 32, 320
 
 
 def read(prompt: list[int], canvas: list[int]) -> dict[str, Any]:
-    """A request that denoises ``canvas`` once and reports its distribution at temperature 1."""
+    """Return a request that denoises ``canvas`` once and reports its distribution."""
     return {
         "prompt": prompt,
         "params": {
@@ -44,12 +44,12 @@ def engine_arguments(checkpoint: Path) -> dict[str, Any]:
 
 
 def run_stock(job: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """In a process of its own, which never hears of our classes."""
+    """Run stock's class in a process that never imports ours."""
     return run_engine(job, VLLM_PLUGINS="vllm_diffusion_cpu")["batches"]
 
 
 def divergence(answer: dict[str, Any], logits: torch.Tensor) -> float:
-    """KL of the oracle's distribution from the engine's, mean over positions, in nats."""
+    """Return the mean KL divergence of the engine from the oracle over positions, in nats."""
     ours = torch.tensor(answer["logprobs"], dtype=torch.float64)
     theirs = logits.double().log_softmax(-1)
     return (theirs.exp() * (theirs - ours)).sum(-1).mean().item()
@@ -58,7 +58,7 @@ def divergence(answer: dict[str, Any], logits: torch.Tensor) -> float:
 # A process of stock's; ours alone is compared with the oracle in test_parity.py.
 @pytest.mark.slow
 def test_sliding_window(checkpoint, oracle):
-    """A context of four windows: every canvas row sees the same last keys before its canvas."""
+    """With a context of four windows every canvas row sees the last keys before its canvas."""
     prompt, canvas = random_prompt(100, 1), random_prompt(CANVAS, 2)
     job = {"engine": engine_arguments(checkpoint), "batches": [[read(prompt, canvas)]]}
     logits = oracle.first_step(prompt, canvas)
@@ -77,7 +77,7 @@ def test_sliding_window(checkpoint, oracle):
     ],
 )
 def test_canvas_on_encoded_canvases(run, tmp_path):
-    """256 generated tokens from the prefix cache, with a window wider than the context."""
+    """A canvas after 256 cached generated tokens is right with a window wider than the context."""
     checkpoint = random_checkpoint(tmp_path, text_config={"sliding_window": 2048})
     prompt, canvas = random_prompt(20, 3), random_prompt(CANVAS, 4)
     generate = {

@@ -1,7 +1,8 @@
-"""Answers held to a schema, an expression or a grammar satisfy it, whatever the model would say.
+"""Constrained answers satisfy their schema, expression or grammar, whatever the model prefers.
 
-An answer that ends with ``stop`` satisfies the constraint; one that ends with ``length`` is a prefix
-of an answer that does. The weights are random (they know no JSON at all) and the shipped ones.
+An answer that ends with ``stop`` satisfies the constraint; one that ends with ``length`` is a
+prefix of an answer that does. The weights are random (they know no JSON at all) and the shipped
+ones.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def engine(request, tmp_path_factory):
 
 
 def ask(engine, constraints: list[dict[str, Any]], max_tokens: int = 4 * CANVAS, **params: Any):
-    """One answer per constraint, all in one batch, in few steps a canvas."""
+    """Return one answer per constraint, all in one batch, in few steps per canvas."""
     sampling = [
         engine.sampling_params(
             seed=i,
@@ -53,7 +54,7 @@ def ask(engine, constraints: list[dict[str, Any]], max_tokens: int = 4 * CANVAS,
 
 
 def matcher(engine, constraint: dict[str, Any]):
-    """A machine of xgrammar for the constraint, independent of the engine's."""
+    """Return a matcher of xgrammar for the constraint, independent of the engine's."""
     import xgrammar
 
     tokenizer = engine.llm.get_tokenizer()
@@ -83,7 +84,7 @@ def assert_valid(engine, constraint: dict[str, Any], answer: Any) -> None:
 
 
 def test_json_regex_choice_and_grammar(engine):
-    """One of each, in one batch."""
+    """A schema, an expression, a choice and a grammar in one batch are all satisfied."""
     record = {
         "type": "object",
         "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
@@ -116,7 +117,7 @@ def test_json_regex_choice_and_grammar(engine):
 
 @pytest.mark.parametrize("engine", ["trained"], indirect=True)
 def test_each_request_has_its_back_end(engine):
-    """A schema that only guidance follows decides for no other request, whichever comes first."""
+    """A schema that only guidance follows does not change other requests' back ends."""
     bounded = {"type": "string", "pattern": "^[a-z]+$", "maxLength": 3}
     constraints = [{"json": bounded}, {"regex": "[ab]{3}"}, {"choice": ["yes", "no"]}]
     for batch in (constraints[:1], constraints[1:], constraints):
@@ -129,7 +130,7 @@ def test_each_request_has_its_back_end(engine):
 
 
 def test_allowed_ids_and_a_constraint(engine):
-    """The constraint wins where it leaves none of the allowed ids, and only there."""
+    """The constraint has priority only where it leaves none of the allowed ids."""
     (allowed,) = engine.llm.get_tokenizer().encode("a", add_special_tokens=False)
     for expression, text in (("b{3}", "bbb"), ("(a|b){3}", "aaa")):
         (answer,) = ask(engine, [{"regex": expression}], allowed_token_ids=[allowed])
@@ -137,7 +138,7 @@ def test_allowed_ids_and_a_constraint(engine):
 
 
 def test_longer_than_a_canvas(engine):
-    """The grammar goes on where the last canvas ended, and max_tokens may cut it anywhere."""
+    """The grammar continues across canvases, and ``max_tokens`` may cut it anywhere."""
     expression = "([a-z]{5} ){12}[0-9]{7}"
     (answer,) = ask(engine, [{"regex": expression}])
     assert answer.finish_reason == "stop"
@@ -150,6 +151,7 @@ def test_longer_than_a_canvas(engine):
 
 
 def test_same_answer_in_any_company(engine):
+    """A constrained request gets the same answer alone and in a batch."""
     constraints = [{"regex": "[a-m]{40}"}, {"regex": "[n-z]{9}"}, {"json_object": True}]
     together = ask(engine, constraints)
     (alone,) = ask(engine, constraints[:1])
@@ -158,7 +160,7 @@ def test_same_answer_in_any_company(engine):
 
 @pytest.mark.parametrize("engine", ["trained"], indirect=True)
 def test_a_constraint_costs_a_fitting_answer_nothing(engine):
-    """The trained weights write this record by themselves, in as many steps as without a schema."""
+    """A schema that the trained weights satisfy anyway takes no additional steps."""
     schema = {
         "type": "object",
         "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
@@ -181,7 +183,7 @@ def test_a_constraint_costs_a_fitting_answer_nothing(engine):
 
 
 def test_bad_words_inside_a_schema(engine):
-    """Both constraints hold at once."""
+    """A schema and bad words hold at once."""
     (answer,) = ask(engine, [{"regex": "[ab]{12}"}], bad_words=["ab", "bb"])
     assert re.fullmatch("[ab]{12}", answer.text)
     assert "ab" not in answer.text
@@ -244,5 +246,6 @@ BATCHES = st.lists(CONSTRAINTS, min_size=5, max_size=5)
 @settings(max_examples=3, **QUIET)
 @given(BATCHES, st.sampled_from([20, 96]))
 def test_random_schemas_and_expressions(engine, constraints, max_tokens):
+    """Answers satisfy random schemas and expressions."""
     for constraint, answer in zip(constraints, ask(engine, constraints, max_tokens), strict=True):
         assert_valid(engine, constraint, answer)

@@ -1,4 +1,4 @@
-"""Every request ends: what cannot be answered says why, and what is slow makes room for others."""
+"""Every request ends: an impossible one with a reason, and a slow one after others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ HOSTILE: Sequence[Mapping[str, Any]] = (
 
 
 def constrained(engine: TracedEngine, constraint: Mapping[str, Any], **options: Any) -> Any:
-    """Parameters of a seeded request with few steps a canvas."""
+    """Return parameters of a seeded request with few steps per canvas."""
     options = {"seed": 3, "max_tokens": 48, "extra_args": {"diffusion_max_steps": CAP}, **options}
     return engine.sampling_params(
         structured_outputs=StructuredOutputsParams(**constraint) if constraint else None, **options
@@ -53,7 +53,7 @@ def add(engine: TracedEngine, name: str, params: Any) -> None:
 
 
 def drain(engine: TracedEngine, most: int = 600) -> tuple[dict[str, Any], dict[str, int]]:
-    """Run the engine empty: each request's output, and the step that brought the last of it."""
+    """Run the engine empty; return each request's output and its last step."""
     core = engine.llm.llm_engine
     outputs, ended = {}, {}
     for step in range(most):
@@ -74,7 +74,7 @@ def drain(engine: TracedEngine, most: int = 600) -> tuple[dict[str, Any], dict[s
 def last_honest_answer(
     engine: TracedEngine, others: Sequence[Mapping[str, Any]], num_others: int
 ) -> int:
-    """Put honest requests behind many others, run all to their ends, and return the last honest one's step."""
+    """Queue honest requests after many others, and return the step of the last honest answer."""
     for i in range(num_others):
         options = dict(others[i % len(others)])
         constraint = options.pop("constraint")
@@ -124,7 +124,7 @@ def test_empty_language_is_refused(engine, constraint):
 
 @pytest.mark.parametrize("constraint", EMPTY.values(), ids=EMPTY.keys())
 def test_empty_language(engine, constraint):
-    """Nothing can be said: the request ends with the reason, and its neighbour's tokens stay."""
+    """A request whose constraint allows nothing ends with the reason, and no other one does."""
     plain = constrained(engine, {})
     add(engine, "neighbour", plain)
     add(engine, "stuck", constrained(engine, constraint))
@@ -139,7 +139,7 @@ def test_empty_language(engine, constraint):
 
 
 def test_dead_end_behind_an_answer(engine):
-    """Where canvases were answered before, the answer ends there, with the reason."""
+    """A dead end after answered canvases ends the answer there with the reason."""
     constraint = {"grammar": 'root ::= [ab]{40} rest\nrest ::= rest "a"'}
     add(engine, "stuck", constrained(engine, constraint, max_tokens=96))
     stuck = drain(engine)[0]["stuck"]
@@ -150,7 +150,7 @@ def test_dead_end_behind_an_answer(engine):
 
 
 def test_structured_outputs_that_do_not_end_are_counted(engine):
-    """An answer that ``max_tokens`` cuts counts as stuck if its structured output was to go on, and no other does."""
+    """Exactly the answers that ``max_tokens`` cuts in mid-structure count as stuck."""
     endless = {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 40}}
     before = engine.scheduler._counters._totals[0].stuck_requests
     add(engine, "endless", constrained(engine, endless, max_tokens=40))
@@ -163,7 +163,7 @@ def test_structured_outputs_that_do_not_end_are_counted(engine):
 
 
 def test_grammar_wins_over_a_bad_word(engine):
-    """Where a grammar leaves nothing else, it is said."""
+    """A bad word that is all that the grammar allows is emitted."""
     params = constrained(engine, {"regex": "a{5}"}, bad_words=["a"])
     add(engine, "both", params)
     both = drain(engine)[0]["both"]
@@ -175,7 +175,7 @@ def test_grammar_wins_over_a_bad_word(engine):
 
 
 def test_nothing_but_bad_words(engine):
-    """No grammar wins here, and nothing can be said."""
+    """A request that allows nothing except bad words ends with a reason."""
     tokenizer = engine.llm.get_tokenizer()
     (only,) = tokenizer.encode("a", add_special_tokens=False)
     params = constrained(engine, {}, allowed_token_ids=[only], bad_words=["a"])
@@ -186,7 +186,7 @@ def test_nothing_but_bad_words(engine):
 
 
 def test_bad_words_keep_to_allowed_ids(engine):
-    """At the frontier too, where the scheduler says what may be drawn."""
+    """With bad words, also across canvases, an answer has only allowed ids."""
     allowed = engine.llm.get_tokenizer().encode("abc", add_special_tokens=False)
     params = constrained(engine, {}, allowed_token_ids=allowed, bad_words=["ab"], max_tokens=32)
     add(engine, "both", params)
@@ -199,7 +199,7 @@ def test_bad_words_keep_to_allowed_ids(engine):
     ("constraint", "stop"), [({"choice": ["one"]}, "n"), ({"regex": "a{5}"}, "a")]
 )
 def test_stop_token_within_the_language(engine, constraint, stop):
-    """A stop token may only follow a text that satisfies the grammar, so nothing can be said before it."""
+    """A stop token may follow only a complete text, so a constraint that needs it ends."""
     (token,) = engine.llm.get_tokenizer().encode(stop, add_special_tokens=False)
     add(engine, "stuck", constrained(engine, constraint, stop_token_ids=[token]))
     stuck = drain(engine)[0]["stuck"]
@@ -208,7 +208,7 @@ def test_stop_token_within_the_language(engine, constraint, stop):
 
 
 def test_canvas_that_never_settles(engine, monkeypatch):
-    """Whatever the cause, passes without a settled position are bounded; neighbours go on."""
+    """Passes without a settled position are bounded, and neighbors go on."""
     plain = constrained(engine, {})
     never = ConstrainedCanvas.constraint
 
@@ -227,7 +227,7 @@ def test_canvas_that_never_settles(engine, monkeypatch):
 
 
 def test_grammar_that_raises(engine, monkeypatch):
-    """What a back end raises ends the request whose grammar it is, and no other."""
+    """An exception of a back end ends the request of that grammar, and no other."""
     checks = GuidedText.validate_tokens
 
     def validate_tokens(self, tokens):
@@ -252,7 +252,7 @@ def test_grammar_that_raises(engine, monkeypatch):
 
 
 def test_ended_requests_leave_nothing(engine):
-    """Slots, blocks and records of requests that were ended are free."""
+    """The slots, blocks and records of ended requests are free."""
     for i in range(3 * NUM_SLOTS):
         add(engine, f"stuck {i}", constrained(engine, EMPTY["a prefix, and then nothing"]))
     drain(engine)
@@ -265,7 +265,7 @@ def test_ended_requests_leave_nothing(engine):
 
 
 def test_slow_constraint_makes_room(engine):
-    """Past its step cap a canvas lets those that wait go first, and its tokens are the same."""
+    """A canvas past its step cap lets waiting requests go first and keeps its tokens."""
     slow = constrained(
         engine, {"regex": "[xyz]{31}q"}, max_tokens=32, extra_args={"diffusion_max_steps": 2}
     )
@@ -293,10 +293,10 @@ def test_slow_constraint_makes_room(engine):
     ],
 )
 def test_hostile_requests_do_not_starve_others(num_others, asynchronous, tmp_path_factory):
-    """Honest requests behind hostile ones wait at most twice as long as behind legal ones.
+    """Honest requests after hostile ones wait at most twice as long as after legal ones.
 
     In engine steps, on weights that converge neither with a constraint nor without one. All of them
-    may take the same number of steps a canvas, and ask for as many tokens.
+    may take the same number of steps per canvas, and request as many tokens.
     """
     with TracedEngine(
         random_checkpoint(tmp_path_factory.mktemp("random")),
@@ -318,7 +318,7 @@ NUM_REQUESTS = 10
     ids=["synchronous", "asynchronous"],
 )
 def test_preempted_constraints(asynchronous: bool) -> None:
-    """Also where a pass of the canvas was on its way when its request was preempted."""
+    """A constraint survives a preemption, also with a pass of its canvas on its way."""
     engine = TracedEngine(
         SHIPPED,
         async_scheduling=asynchronous,

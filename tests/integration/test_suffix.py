@@ -1,4 +1,4 @@
-"""``suffix`` of completions: the answer is what stands between a prompt and the text after it."""
+"""With ``suffix``, the answer is the text between a prompt and what follows."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ Loop = Callable[[Any, list[int], int, int], list[int]]
 
 
 class Followed:
-    """A model whose every sequence goes on with some tokens, which a published loop does not know of."""
+    """A model whose every sequence ends with tokens that a published loop does not know of."""
 
     def __init__(self, model: TinyModel, suffix: list[int]) -> None:
         self._model, self._suffix = model, torch.tensor(suffix, dtype=torch.long)
         self.block_length = model.block_length
 
     def __call__(self, ids: Tensor, visible: Tensor) -> Tensor:
-        """[T, V], float32: logits of the sequence, without those of what follows."""
+        """Return logits [T, V], float32, of the sequence without the tokens that follow."""
         whole = torch.cat([ids, self._suffix])
         assert visible.all()
         return self._model(whole, torch.ones(len(whole), len(whole), dtype=torch.bool))[: len(ids)]
@@ -79,7 +79,7 @@ ORDERS = [
 
 
 def params(num_tokens: int, suffix: str, **changes: Any) -> SamplingParams:
-    """Of a request that asks for the middle of a text."""
+    """Return parameters of a request for the middle of a text."""
     extra = {"diffusion_suffix": suffix, **changes.pop("extra_args", {})}
     given = {"max_tokens": num_tokens, "ignore_eos": True, "temperature": 0.0, "extra_args": extra}
     return SamplingParams(**(given | changes))
@@ -88,7 +88,7 @@ def params(num_tokens: int, suffix: str, **changes: Any) -> SamplingParams:
 @pytest.mark.parametrize("is_asynchronous", ORDERS)
 @pytest.mark.parametrize("family", WHOLE)
 def test_whole_sequences(tmp_path: Path, family: str, is_asynchronous: bool) -> None:
-    """The tokens are those of the published loop over a sequence that goes on, in a batch with others."""
+    """In a batch the tokens are those of the published loop over a sequence with the suffix."""
     make, loop, settings = WHOLE[family]
     model = make()
     options = {"max_model_len": 192, "max_num_seqs": 8}
@@ -135,7 +135,7 @@ def shipped(request: pytest.FixtureRequest) -> Iterator[TracedEngine]:
 
 
 def test_a_canvas(shipped: TracedEngine) -> None:
-    """A suffix is what pins at its positions are, of the canvas that the request would begin with."""
+    """A suffix acts as pins at its positions of the request's first canvas."""
     tokenizer, width = shipped.llm.get_tokenizer(), 32
     prompt = tokenizer.encode("3, 4, ", add_special_tokens=False)
     suffix = tokenizer.encode(", 6, 7", add_special_tokens=False)
@@ -163,7 +163,7 @@ def test_a_canvas(shipped: TracedEngine) -> None:
 
 @pytest.mark.parametrize("is_asynchronous", ORDERS)
 def test_blocks(tmp_path: Path, is_asynchronous: bool) -> None:
-    """In a block of SDAR, after the prompt's tokens in it, a suffix is what pins are at its positions."""
+    """In a block of SDAR, a suffix acts as pins at its positions after the prompt's tokens."""
     model = tiny.sdar(block_length=16)
     with TracedEngine(model.save(tmp_path), async_scheduling=is_asynchronous) as engine:
         ids = engine.llm.get_tokenizer().encode("(x);", add_special_tokens=False)
@@ -196,7 +196,7 @@ def test_blocks(tmp_path: Path, is_asynchronous: bool) -> None:
 def test_refused(
     shipped: TracedEngine, num_tokens: int | None, changes: dict[str, Any], field: str
 ) -> None:
-    """What would not be the middle of the text is refused by its field."""
+    """A request that could not be the middle of the text is refused by its field."""
     asked = params(4, ", 6, 7", **changes)
     asked.max_tokens = num_tokens
     with pytest.raises(VLLMValidationError) as refused:

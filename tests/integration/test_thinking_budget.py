@@ -1,4 +1,4 @@
-"""``thinking_token_budget``: a thought ends in time, and an answer that keeps to it is as without."""
+"""With ``thinking_token_budget`` a thought ends in time, and shorter ones are unchanged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def engine(
     with TracedEngine(
         checkpoint,
         reasoning_parser="gemma4",
-        # As a server sets it: a constraint begins behind the thought.
+        # As a server sets it: a constraint begins after the thought.
         structured_outputs_config={"reasoning_parser": "gemma4"},
         async_scheduling=asynchronous,
         max_num_seqs=8,
@@ -44,7 +44,7 @@ def engine(
 
 
 def _thoughts(engine: TracedEngine, **params: object) -> list[tuple[list[int], list[int]]]:
-    """For each of the budgets: a thought that the prompt opens, and what comes behind it."""
+    """Return for each budget the thought that the prompt opens, and what comes after it."""
     marks = engine.scheduler.vllm_config.reasoning_config
     (end,) = marks.natural_reasoning_end_token_ids
     prompt = engine.llm.get_tokenizer().apply_chat_template(
@@ -67,7 +67,7 @@ def _thoughts(engine: TracedEngine, **params: object) -> list[tuple[list[int], l
 
 
 def test_thoughts(engine: TracedEngine) -> None:
-    """None is longer than its budget; one that is shorter anyway is the one without a budget."""
+    """No thought exceeds its budget, and one that is shorter anyway is unchanged."""
     *limited, (thought, answer) = _thoughts(engine, ignore_eos=True)
     for (short, behind), budget in zip(limited, BUDGETS, strict=False):
         assert len(short) == min(budget, len(thought))
@@ -77,7 +77,7 @@ def test_thoughts(engine: TracedEngine) -> None:
 
 
 def test_with_an_expression(engine: TracedEngine) -> None:
-    """What the answer is held to begins behind the thought, however that ended."""
+    """The constraint of the answer begins after the thought, however that ended."""
     from vllm.sampling_params import StructuredOutputsParams
 
     regex = StructuredOutputsParams(regex="[0-9]{2}")

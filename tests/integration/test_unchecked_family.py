@@ -14,7 +14,7 @@ pytestmark = pytest.mark.engine
 
 
 def test_family_without_start_up_checks(tmp_path: Path) -> None:
-    """Under vLLM's own scheduler its tokens would be wrong from the second canvas on."""
+    """A family without start-up checks, which vLLM's scheduler would run wrongly, is refused."""
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
     from vllm.model_executor.models import ModelRegistry

@@ -1,4 +1,4 @@
-"""New weights in a running engine, sleep, and requests in flight meanwhile."""
+"""Tests of new weights in a running engine, of sleep, and of requests in flight meanwhile."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ NAME = "model.layers.1.mlp.down_proj.weight"
 
 
 def changed_weights(folder: Path, seed: int) -> dict[str, Tensor]:
-    """A checkpoint's weights, some of each matrix's sign and size changed, and every layer's scalar."""
+    """Return a checkpoint's weights with changed matrices and layer scalars."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: tensor * (1 + 0.3 * torch.randn(tensor.shape, generator=generator))
@@ -56,7 +56,7 @@ def changed_weights(folder: Path, seed: int) -> dict[str, Tensor]:
 
 
 def written(folder: Path, weights: dict[str, Tensor], source: Path = SDAR) -> Path:
-    """A checkpoint with these weights."""
+    """Write a checkpoint with these weights."""
     shutil.copytree(source, folder)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
@@ -75,7 +75,7 @@ def engine() -> Iterator[TracedEngine]:
 
 @pytest.fixture
 def sdar(engine: TracedEngine) -> Iterator[TracedEngine]:
-    """Every test leaves the shipped weights."""
+    """Return an engine; every test leaves it with the shipped weights."""
     yield engine
     reload(engine, SDAR)
 
@@ -88,14 +88,14 @@ def answers(engine: TracedEngine, **params: Any) -> list[list[int]]:
 
 
 def fresh_answers(weights: dict[str, Tensor], prompts: list[list[int]]) -> list[list[int]]:
-    """Greedy ones by the published loop, over transformers' model with these weights."""
+    """Return the published loop's greedy answers with these weights in transformers' model."""
     model = load_model(SDAR)
     model.load_state_dict(weights)
     return [generate(model, prompt, NUM_TOKENS).tokens for prompt in prompts]
 
 
 def until_end(tokens: list[int]) -> list[int]:
-    """As the loop cuts them."""
+    """Cut answers as the loop does."""
     from tiny_sdar import GENERATION_CONFIG
 
     ends = [i for i, token in enumerate(tokens) if token in GENERATION_CONFIG["eos_token_id"]]
@@ -103,7 +103,7 @@ def until_end(tokens: list[int]) -> list[int]:
 
 
 def test_reload(sdar: TracedEngine, tmp_path: Path) -> None:
-    """From one folder after the other: tokens are those of an independent loop on the same weights."""
+    """After each of several reloads the tokens are those of an independent loop on the weights."""
     seen = [answers(sdar, temperature=0.0)]
     for seed in (1, 2):
         weights = changed_weights(SDAR, seed)
@@ -116,7 +116,7 @@ def test_reload(sdar: TracedEngine, tmp_path: Path) -> None:
 
 
 def run_until(llm: Any, is_enough: Callable[[], bool]) -> list[Any]:
-    """Steps of the engine; what finished meanwhile."""
+    """Run steps of the engine, and return what finished."""
     finished = []
     while not is_enough():
         finished += [output for output in llm.llm_engine.step() if output.finished]
@@ -150,7 +150,7 @@ def in_flight(engine: TracedEngine, **params: Any) -> None:
 
 
 def test_bad_folders(sdar: TracedEngine, tmp_path: Path) -> None:
-    """Refused in a sentence while requests are in flight, and they do not notice."""
+    """A bad folder is refused in a sentence, and requests in flight do not change."""
     expected = answers(sdar, temperature=1.0)
     in_flight(sdar, temperature=1.0)
     weights = changed_weights(SDAR, 3)
@@ -177,7 +177,7 @@ def test_bad_folders(sdar: TracedEngine, tmp_path: Path) -> None:
 
 
 def test_paused_requests_continue(sdar: TracedEngine, tmp_path: Path) -> None:
-    """Kept over an update: what was committed stays, the rest is written by the new weights."""
+    """After an update, committed tokens of paused requests stay and the new weights go on."""
     core = sdar.llm.llm_engine.engine_core.engine_core
     old = answers(sdar, temperature=0.0)
     in_flight(sdar, temperature=0.0)
@@ -200,7 +200,7 @@ def test_paused_requests_continue(sdar: TracedEngine, tmp_path: Path) -> None:
 
 
 def test_sleep(sdar: TracedEngine, tmp_path: Path) -> None:
-    """Memory is given back; level 1 wakes as it was, level 2 with new weights, all of them."""
+    """A sleep frees memory; level 1 wakes unchanged, and level 2 needs all new weights."""
     llm = sdar.llm
     expected = answers(sdar, temperature=1.0)
     for cache in sdar.runner.kv_caches:
@@ -230,7 +230,7 @@ OPTION_KV_BYTES = 64 * 1024**2
 
 @torch.inference_mode()
 def poison(engine: TracedEngine) -> None:
-    """What a GPU's sleep of level 2 does to tensors that are made while the model is loaded.
+    """Overwrite what a GPU's sleep of level 2 discards: tensors made while the model is loaded.
 
     vLLM discards them with the weights: the state of canvases and what the sampler writes to.
     """
@@ -262,7 +262,7 @@ def poison(engine: TracedEngine) -> None:
 
 
 def test_sdar_logprobs(sdar: TracedEngine) -> None:
-    """A trainer's, from prompt and trace, are the server's: of every token, in its own step."""
+    """A trainer's log-probabilities from prompt and trace are the server's for every token."""
     model = load_model(SDAR)
     for params in ({"temperature": 1.0}, {"temperature": 0.6}, {"temperature": 0.0}):
         outputs = sdar.generate(
@@ -292,7 +292,7 @@ def test_sdar_logprobs(sdar: TracedEngine) -> None:
 
 
 def test_diffusion_gemma(tmp_path: Path) -> None:
-    """Encoder and decoder, experts, scalars and a tied head follow; log-probabilities likewise."""
+    """Encoder, decoder, experts, scalars and the tied head follow an update."""
     folder = written(tmp_path / "new", changed_weights(SHIPPED, 6), SHIPPED)
     with TracedEngine(SHIPPED, enable_sleep_mode=True) as engine:
         settings = engine.state.spec
@@ -335,7 +335,7 @@ def test_diffusion_gemma(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_scalars(tmp_path: Path) -> None:
-    """Encoder and decoder with scalars of their own: those of the new folder act."""
+    """Encoder and decoder use the scalars of the new folder."""
     folders = []
     for seed, factor in ((7, 0.8), (8, 1.2)):
         weights = changed_weights(SHIPPED, seed)
@@ -355,12 +355,12 @@ def test_two_scalars(tmp_path: Path) -> None:
 
 @dataclasses.dataclass
 class Nothing(WeightTransferInitInfo):
-    """Settings of the transfer."""
+    """The settings of the transfer, which has none."""
 
 
 @dataclasses.dataclass
 class Sent(WeightTransferUpdateInfo):
-    """Tensors of an update, which came by other means."""
+    """Tensors of an update that came by other means."""
 
     tensors: dict[str, Tensor]
 
@@ -403,7 +403,7 @@ class LikeVllms(WeightTransferEngine[Nothing, Sent]):
     ids=["sdar", "diffusion_gemma"],
 )
 def test_transfers(checkpoint: Path, one_by_one: bool, tmp_path: Path) -> None:
-    """What vLLM's transfers bring is served; what is not finite is refused when all has come."""
+    """Weights that arrive by vLLM's transfers are served, and refused if not finite."""
     good = changed_weights(checkpoint, 4)
     name = max(name for name in good if "mlp.down_proj" in name)
     bad = good | {name: good[name].clone()}

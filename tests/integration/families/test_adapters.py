@@ -1,4 +1,4 @@
-"""LoRA adapters of masked families: the engine's tokens are the published loop's on PEFT's model."""
+"""With LoRA adapters, masked families give the published loop's tokens on PEFT's model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.engine
 
 
 class InTime(Wanted):
-    """What is asked of Dream, which has steps for a whole answer and none of the others' settings."""
+    """The settings of a request to Dream, which has steps for a whole answer."""
 
     def extra_args(self) -> dict[str, Any]:
         return {"diffusion_max_steps": 12}
@@ -50,7 +50,7 @@ TARGETS: dict[str, Any] = {
     # One of its layers has no experts.
     "llada-moe": rf".*\.(self_attn|mlp|experts\.\d+)\.{LINEAR}",
 }
-# What chooses the experts is no module to PEFT, but a parameter.
+# The router of the experts is not a module to PEFT, but a parameter.
 ROUTERS = dict.fromkeys(
     ("sdar-moe", "llada-moe", "llada2.0", "llada2.1", "llada2.2"), ["mlp.gate.weight"]
 )
@@ -102,7 +102,7 @@ class Adapted:
         }
 
     def check(self, answers: list[list[int]]) -> None:
-        """Each is the published loop's, and they are not the same."""
+        """Check that each answer is the published loop's, and that the answers differ."""
         for (i, prompt, one), answer in zip(self.work, answers, strict=True):
             tokens = expected(self._case, self._models[i], prompt, one).tokens
             assert answer == tokens, (i, len(prompt), one)
@@ -113,7 +113,7 @@ class Adapted:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens(name: str, tmp_path: Path) -> None:
-    """Two adapters and the model without one, in one batch, greedy and drawn."""
+    """In one batch, two adapters and the plain model give the loop's tokens, greedy and drawn."""
     adapted = Adapted(name, tmp_path)
     with TracedEngine(adapted.checkpoint, **adapted.options) as engine:
         outputs = engine.outputs(
@@ -130,7 +130,7 @@ def test_tokens(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_drafts(tmp_path: Path) -> None:
-    """With ``linear_spec`` the checkpoint's own adapter drafts beside one of a request, and both act.
+    """With ``linear_spec`` the checkpoint's draft adapter acts next to a request's adapter.
 
     Tokens are those of the autoregressive mode in one process, with the request's adapter alone.
     """

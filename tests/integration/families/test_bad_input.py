@@ -1,4 +1,4 @@
-"""What a masked family cannot serve is refused by name, before a weight is read or at the door."""
+"""What a masked family cannot serve is refused by name, before loading or at the request."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ pytestmark = pytest.mark.engine
 
 
 def changed(folder: Path, **values: Any) -> Path:
-    """The folder with other values in ``config.json``."""
+    """Return a copy of the folder with other values in ``config.json``."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
     return folder
 
 
 def setting(**settings: Any) -> dict[str, Any]:
-    """Options of an engine with these settings."""
+    """Return options of an engine with these settings."""
     return {"additional_config": {"diffusion": settings}}
 
 
@@ -63,14 +63,14 @@ MODELS: dict[str, Callable[[], TinyModel]] = {
 
 @pytest.mark.parametrize("row", refused_rows(__file__))
 def test_refused(row: dict[str, Any], tmp_path: Path) -> None:
-    """A checkpoint's file, an option of vLLM's or a setting is named, with the remedy."""
+    """A wrong file, option of vLLM or setting is refused by name, with the remedy."""
     folder = changed(MODELS[row["model"]]().save(tmp_path), **row.get("config", {}))
     message = refusal_of_row(row, folder)
     assert (NO_CACHE in message) == (NO_CACHE in row["says"])
 
 
 def test_lladas_harmless_fields(tmp_path: Path) -> None:
-    """A LLaDA starts whose ``config.json`` has the published values of every field that may change layers, or null."""
+    """A LLaDA starts if fields that may change layers have the published values or null."""
     own = tiny.llada()
     published = {
         "activation_type": "silu",
@@ -101,7 +101,7 @@ def test_lladas_harmless_fields(tmp_path: Path) -> None:
 
 
 def test_minerus_files(tmp_path: Path) -> None:
-    """The publisher's other names of text and tower are read, and a missing file of the pictures is named."""
+    """The publisher's names are read, and a missing file of the pictures is named."""
     folder = mineru().save(tmp_path)
     path = folder / "config.json"
     values = json.loads(path.read_text())
@@ -120,13 +120,14 @@ def test_minerus_files(tmp_path: Path) -> None:
 
 
 def test_token_that_is_null(tmp_path: Path) -> None:
+    """A null token id in LLaDA2.2's configuration is refused by name."""
     message = refusal(changed(llada2_2().save(tmp_path), delete_token_id=None))
     assert "delete_token_id=None" in message
     assert "vocab_size=320" in message
 
 
 def test_llada2_2_is_told_by_its_capacity(tmp_path: Path) -> None:
-    """Rule and published settings, whatever the folder is called."""
+    """LLaDA2.2 is recognized by its capacity, whatever its folder is called."""
     folder = llada2_2().save(tmp_path / "LLaDA2.1-renamed")
     spec = configure(folder).model_config.diffusion.spec
     assert isinstance(spec.rule, Levenshtein)
@@ -156,7 +157,7 @@ def test_llada2_2_is_told_by_its_capacity(tmp_path: Path) -> None:
     ids=str,
 )
 def test_draft_lora_settings(values: dict[str, Any], words: str, tmp_path: Path) -> None:
-    """Of the adapter's file, and only where it is used."""
+    """Wrong settings of the draft adapter are refused where the adapter is used, and only there."""
     folder = tiny.nemotron().save(tmp_path)
     path = folder / "linear_spec_lora" / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
@@ -167,7 +168,7 @@ def test_draft_lora_settings(values: dict[str, Any], words: str, tmp_path: Path)
 
 
 def test_draft_lora_tensors(tmp_path: Path, vllm_log: pytest.LogCaptureFixture) -> None:
-    """Missing, unknown and misshapen ones are named, and a file that is none."""
+    """A missing, unknown or misshapen tensor of the draft adapter, or a bad file, is named."""
     folder = tiny.nemotron().save(tmp_path)
     path = folder / "linear_spec_lora" / "adapter_model.safetensors"
     tensors = load_file(path)
@@ -201,7 +202,7 @@ def test_draft_lora_tensors(tmp_path: Path, vllm_log: pytest.LogCaptureFixture) 
 
 
 def test_unknown_architectures_of_others(tmp_path: Path) -> None:
-    """What is not of our families fails as it does without us."""
+    """A model of another family fails as it does without this package."""
     tiny.sdar().save(tmp_path)
     changed(tmp_path, architectures=["NewForCausalLM"], model_type="qwen3")
     assert "vllm-diffusion" not in (message := refusal(tmp_path))
@@ -213,7 +214,7 @@ AS_CAUSAL = {"hf_overrides": {"architectures": ["Qwen3ForCausalLM"]}}
 
 @pytest.mark.parametrize("sign", ["use_regular_causal", "adapter", "block_size"])
 def test_causal_weights_of_sdars_architecture(sign: str, tmp_path: Path) -> None:
-    """I-DLM and Uno are refused by what they have and SDAR has not; vLLM serves them by the remedy."""
+    """I-DLM and Uno, which have SDAR's architecture, are refused with a remedy for vLLM."""
     tiny.sdar().save(tmp_path)
     options: dict[str, Any] = {}
     if sign == "adapter":
@@ -234,7 +235,7 @@ def test_causal_weights_of_sdars_architecture(sign: str, tmp_path: Path) -> None
 
 
 def test_an_mdlm_by_name(tmp_path: Path) -> None:
-    """Its fields are those of a BD3LM."""
+    """An MDLM with the fields of a BD3LM is recognized by its name."""
     folder = tiny.a2d().save(tmp_path / "Qwen3-0.6B-diffusion-mdlm-v0.1")
     assert """--hf-overrides '{"architectures": ["A2DQwen3MDLM"]}'""" in refusal(folder)
     served = configure(folder, hf_overrides={"architectures": ["A2DQwen3MDLM"]}).model_config
@@ -243,7 +244,7 @@ def test_an_mdlm_by_name(tmp_path: Path) -> None:
 
 
 def test_an_sdar_of_other_blocks(tmp_path: Path) -> None:
-    """Served where the operator says that it is one."""
+    """An SDAR of other blocks is served if the operator declares it as one."""
     changed(tiny.sdar().save(tmp_path), block_size=6, use_regular_causal=False)
     config = configure(tmp_path, max_model_len=252, **setting(rule="reveal"))
     assert config.model_config.diffusion.spec.length == 6
@@ -258,7 +259,7 @@ def test_an_sdar_of_other_blocks(tmp_path: Path) -> None:
     ],
 )
 def test_tensors(family: str, tmp_path: Path) -> None:
-    """Missing and misshapen ones are named; one of a part that is not served is left out."""
+    """A missing or misshapen tensor is named; one of a part that is not served is left out."""
     CASES[family].make().save(tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
@@ -307,7 +308,7 @@ MOVED_TOKENS = masked_spec(
     ],
 )
 def test_arguments_of_a_request(field: str, value: Any, spec: CanvasSpec) -> None:
-    """A 400 with the field's name."""
+    """A wrong argument of a request gets a 400 with the field's name."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
@@ -356,7 +357,7 @@ def test_what_a_request_gets(
     tmp_path: Path,
     start_log: pytest.LogCaptureFixture,
 ) -> None:
-    """One line says where a request that sets nothing differs from the published loop, and the remedy."""
+    """A log line names how a default request differs from the published loop, with the remedy."""
     model = getattr(tiny, family)()
     model.generation_config |= generation
     configure(model.save(tmp_path), **options)
@@ -412,7 +413,7 @@ def test_one_token_a_pass(
     tmp_path: Path,
     start_log: pytest.LogCaptureFixture,
 ) -> None:
-    """A checkpoint's own settings that decide no more are named, with those that would."""
+    """Settings that decide a single token per pass are reported with better ones."""
     checkpoint = MODELS[model]()
     checkpoint.generation_config |= generation
     configure(checkpoint.save(tmp_path), additional_config={"diffusion": settings})
@@ -438,7 +439,7 @@ def test_llada2_says_its_rule(
     tmp_path: Path,
     start_log: pytest.LogCaptureFixture,
 ) -> None:
-    """A line says which version's loop runs, and how to have the other; 2.2's is a warning."""
+    """A log line names the version whose loop runs and how to choose the other; 2.2 warns."""
     is_2_2 = "2.2" in name
     configure((llada2_2 if is_2_2 else llada2)().save(tmp_path / name), **options)
     (record,) = [each for each in start_log.records if each.message.startswith("rule=")]

@@ -1,4 +1,4 @@
-"""A2D's BD3LM: what prompts share of the cache, which depends on their lengths, and its schedule."""
+"""Tests of what prompts of A2D's BD3LM share in the cache, which depends on their lengths."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.engine
     ids=["synchronous", "asynchronous"],
 )
 def test_shared_prefixes(tmp_path: Path, is_asynchronous: bool) -> None:
-    """Only with an equal remainder, and no further than the last block that is whole in both."""
+    """Prompts share whole blocks only if their lengths have the same remainder."""
     case = CASES["a2d"]
     model = case.make()
     first = prompt_of(100, seed=1)
@@ -29,7 +29,7 @@ def test_shared_prefixes(tmp_path: Path, is_asynchronous: bool) -> None:
         size = engine.scheduler.hash_block_size
 
         def cached(prompt: list[int], **changes: object) -> int:
-            """Tokens of it that are in the cache; its answer is the one that it gets alone."""
+            """Return a prompt's number of cached tokens; check its answer."""
             from vllm.inputs import TokensPrompt
 
             asked = TokensPrompt(prompt_token_ids=prompt, **changes)
@@ -54,7 +54,7 @@ def test_shared_prefixes(tmp_path: Path, is_asynchronous: bool) -> None:
 
 
 def test_steps_that_do_not_divide_a_block(tmp_path: Path) -> None:
-    """The tokens are the loop's for numbers of steps whose parts of a block lie on halves, in one batch."""
+    """In one batch, numbers of steps that do not divide a block give the loop's tokens."""
     case = CASES["a2d"]
     model = case.make()
     steps = (9, 12, 14, 20, 30)

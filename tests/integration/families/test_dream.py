@@ -42,7 +42,7 @@ def engine(
 
 
 def asked(**wanted: Any) -> tuple[list[int], Any, Run]:
-    """A prompt, what a request asks, and the loop's run."""
+    """Return a prompt, the settings of its request, and the loop's run."""
     from vllm import SamplingParams
 
     prompt = prompt_of(wanted.pop("length"), seed=wanted["seed"])
@@ -77,7 +77,7 @@ def asked(**wanted: Any) -> tuple[list[int], Any, Run]:
 
 BATCHES = {
     "lengths": [{"length": n, "max_tokens": m} for n, m in ((1, 5), (2, 31), (33, 40), (150, 42))],
-    # Fewer steps than tokens, as many, and more, of which most would reveal nothing.
+    # Fewer steps than tokens, as many, and more, most of which would reveal nothing.
     "steps": [{"length": 20, "max_tokens": 24, "steps": n} for n in (1, 5, 24, 25, 60, 512)],
     "algorithms": [
         {"length": 9 + i, "max_tokens": 30, "steps": 20, "alg": alg, "temperature": t}
@@ -93,7 +93,7 @@ BATCHES = {
             {"temperature": 1.0, "top_k": 5, "top_p": 0.8},
         )
     ],
-    # The token is the likeliest one all the same; where it is revealed depends on what is kept.
+    # The token is the likeliest one all the same; where it is revealed depends on the kept tokens.
     "filters at temperature 0": [
         {"length": 9 + 26 * i, "max_tokens": 40, "steps": 20, "alg": alg, **filters}
         for i, filters in enumerate(
@@ -111,7 +111,7 @@ BATCHES = {
 
 @pytest.mark.parametrize("batch", BATCHES)
 def test_tokens(engine: TracedEngine, batch: str) -> None:
-    """Of requests of several lengths and settings at once, each those that it gets alone."""
+    """Requests of several lengths and settings get in one batch the tokens that each gets alone."""
     requests = [asked(seed=7 + i, **wanted) for i, wanted in enumerate(BATCHES[batch])]
     outputs = engine.outputs([r[0] for r in requests], [r[1] for r in requests])
     for wanted, (_, _, loop), output in zip(BATCHES[batch], requests, outputs, strict=True):
@@ -121,7 +121,7 @@ def test_tokens(engine: TracedEngine, batch: str) -> None:
 
 @pytest.mark.parametrize("steps", [1, 6, 24, 512])
 def test_passes(engine: TracedEngine, steps: int) -> None:
-    """One for each step that reveals something, and the steps that a request is told are those."""
+    """A request takes one pass per step that reveals something, and reports that number."""
     from vllm_diffusion.metrics import request_metrics
 
     prompt, params, loop = asked(length=20, max_tokens=24, steps=steps, seed=3)
@@ -135,7 +135,7 @@ def test_passes(engine: TracedEngine, steps: int) -> None:
 
 
 def test_an_end_token_ends_the_answer(engine: TracedEngine) -> None:
-    """The first one of the finished answer, and no token before it changes."""
+    """The first end token of the finished answer ends it, and changes no token before it."""
     prompt, params, loop = asked(length=8, max_tokens=24, seed=5)
     end = loop.tokens[10]
     params.stop_token_ids = [end]

@@ -1,6 +1,6 @@
-"""Nemotron-Labs-Diffusion's ``autoregressive``, an ordinary causal model, and ``linear_spec``.
+"""Tests of Nemotron-Labs-Diffusion's ``autoregressive`` and ``linear_spec``.
 
-The second gives the tokens of the first, several at a time.
+``autoregressive`` is an ordinary causal model; ``linear_spec`` gives its tokens, several at a time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def agreeing_model() -> Nemotron:
-    """Some of its drafts are right: what tokens have in common outweighs what tells them apart."""
+    """Return a model for which some drafts are right, since its tokens have much in common."""
     model = tiny_nemotron(block_length=BLOCK)
     common = torch.randn(96, generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
@@ -55,7 +55,7 @@ def agreeing_model() -> Nemotron:
 
 
 def params(**changes: Any) -> Any:
-    """vLLM's, which end at nothing but ``max_tokens``."""
+    """Return vLLM's parameters, with ``max_tokens`` as the only end."""
     from vllm import SamplingParams
 
     options: dict[str, Any] = {"max_tokens": 30, "temperature": 0.0, "ignore_eos": True}
@@ -63,14 +63,14 @@ def params(**changes: Any) -> Any:
 
 
 def sample_of(wanted: Any) -> loops.Sample:
-    """The request's noise, behind its filters."""
+    """Return the sampler of the request's noise, after its filters."""
     keyed = loops.keyed_sample(wanted.seed)
     top_k = max(wanted.top_k, 0)
     return lambda logits, draws: keyed(loops.filtered(logits, top_k, wanted.top_p), draws)
 
 
 def once(loop: Callable[..., Any]) -> Callable[..., Any]:
-    """A loop that runs once for each request: engines of both orders are asked the same."""
+    """Return a loop that runs once per request, as engines of both orders get the same requests."""
     runs: dict[Any, Any] = {}
 
     @wraps(loop)
@@ -85,7 +85,7 @@ def once(loop: Callable[..., Any]) -> Callable[..., Any]:
 
 @once
 def expected(model: Any, prompt: Sequence[int], wanted: Any) -> list[int]:
-    """One token after another."""
+    """Return the loop's tokens, drawn one after another."""
     run = nemotron.ar_generate(
         model,
         prompt,
@@ -98,7 +98,7 @@ def expected(model: Any, prompt: Sequence[int], wanted: Any) -> list[int]:
 
 @once
 def drafting(model: Any, prompt: Sequence[int], wanted: Any, block_length: int = BLOCK) -> Run:
-    """The published loop, in which LoRA acts on drafts alone, and some tokens more."""
+    """Return the published loop with LoRA on drafts alone, for some tokens more."""
     return nemotron.linear_spec_generate(
         model,
         prompt,
@@ -113,14 +113,14 @@ def drafting(model: Any, prompt: Sequence[int], wanted: Any, block_length: int =
 
 
 def accepted(run: Run) -> list[int]:
-    """Tokens that each verification of the loop kept, but for the last one's."""
+    """Return how many tokens each verification of the loop kept, except the last one's."""
     starts = [one.start for one in run.passes if one.kind == "verify"]
     return [b - a for a, b in pairwise(starts)]
 
 
 @contextmanager
 def counting(engine: TracedEngine) -> Iterator[list[int]]:
-    """Tokens that each verification emits for requests that go on."""
+    """Count the tokens that each verification emits for requests that go on."""
     counts: list[int] = []
     update = engine.scheduler.update_from_output
 
@@ -144,7 +144,7 @@ def model() -> Nemotron:
 
 
 def ruled(rule: str, **options: Any) -> dict[str, Any]:
-    """Options of an engine with this rule."""
+    """Return options of an engine with this rule."""
     return OPTIONS | {"additional_config": {"diffusion": {"rule": rule}}} | options
 
 
@@ -165,12 +165,12 @@ def engine(
 
 
 def temperature_of(engine: TracedEngine, temperature: float) -> float:
-    """0 for the autoregressive mode, whose draws are vLLM's and not the loop's."""
+    """Return 0 for the autoregressive mode, whose draws are vLLM's and not the loop's."""
     return temperature * engine.llm.llm_engine.model_config.is_diffusion
 
 
 def generate(engine: TracedEngine, prompts: list[list[int]], wanted: list[Any]) -> list[Any]:
-    """Finished completions of one batch."""
+    """Return the finished completions of one batch."""
     outputs = engine.outputs(prompts, wanted)
     return [output.outputs[0] for output in outputs]
 
@@ -180,7 +180,7 @@ def tokens_of(completions: list[Any]) -> list[list[int]]:
 
 
 def test_tokens(engine: TracedEngine, model: Nemotron) -> None:
-    """Chunked prompts, batches, lost memory, temperatures, filters: the autoregressive loop's tokens."""
+    """Chunks, batches, preemptions, temperatures and filters give the causal loop's tokens."""
     lengths = (1, 7, 8, 9, 64, 81, 150, 120)
     prompts = [prompt_of(length, seed=length) for length in lengths]
     kinds = [
@@ -207,7 +207,7 @@ def test_tokens(engine: TracedEngine, model: Nemotron) -> None:
 
 @drafts
 def test_accepted_counts(engine: TracedEngine, model: Nemotron) -> None:
-    """Each draft is kept as far as the loop keeps its own, with the LoRA in the draft and nowhere else."""
+    """As many tokens of each draft are kept as in the loop, with LoRA in the draft alone."""
     differs = 0
     for seed, temperature in ((3, 0.0), (6, 0.8)):
         prompt, wanted = prompt_of(20, seed=seed), params(temperature=temperature, seed=seed)
@@ -230,7 +230,7 @@ def test_accepted_counts(engine: TracedEngine, model: Nemotron) -> None:
 @pytest.mark.slow
 @drafts
 def test_reload(engine: TracedEngine, model: Nemotron) -> None:
-    """The adapter acts on drafts as before once weights were loaded anew."""
+    """The adapter acts on drafts as before after weights were loaded anew."""
     engine.llm.collective_rpc("reload_weights")
     engine.llm.reset_prefix_cache()
     test_accepted_counts(engine, model)
@@ -238,7 +238,7 @@ def test_reload(engine: TracedEngine, model: Nemotron) -> None:
 
 @drafts
 def test_narrow_drafts(engine: TracedEngine, model: Nemotron) -> None:
-    """A request may have shorter ones, which change no token."""
+    """Shorter drafts of a request change no token."""
     prompt = prompt_of(20, seed=1)
     wanted = params(extra_args={"diffusion_canvas_length": 3})
     with counting(engine) as found:
@@ -249,7 +249,7 @@ def test_narrow_drafts(engine: TracedEngine, model: Nemotron) -> None:
 
 
 def test_end_of_the_model_length(engine: TracedEngine, model: Nemotron) -> None:
-    """The last drafts are as narrow as what is left."""
+    """The last drafts are as narrow as the rest of the model's length."""
     prompts = [prompt_of(length, seed=length) for length in (230, 241, 255)]
     wanted = [params(max_tokens=MAX_MODEL_LEN - len(prompt)) for prompt in prompts]
     completions = generate(engine, prompts, wanted)
@@ -260,7 +260,7 @@ def test_end_of_the_model_length(engine: TracedEngine, model: Nemotron) -> None:
 
 @drafts
 def test_end_tokens(engine: TracedEngine, model: Nemotron) -> None:
-    """One ends the answer where the loop ends it, within a draft that is accepted too."""
+    """An end token ends the answer where the loop ends it, also within an accepted draft."""
     prompt = prompt_of(33, seed=8)
     whole = expected(model, prompt, params(temperature=0.9, seed=2))
     for end in {whole[0], whole[1], whole[9], whole[17]}:
@@ -272,14 +272,14 @@ def test_end_tokens(engine: TracedEngine, model: Nemotron) -> None:
 
 @drafts
 def test_min_tokens_and_biases(engine: TracedEngine, model: Nemotron) -> None:
-    """No end before it, and none forbidden at it; a bias reaches every row."""
+    """No end comes before ``min_tokens``, and a bias reaches every row."""
     prompt = prompt_of(33, seed=10)
     end, favoured = expected(model, prompt, params())[0], 40
 
     def adjusted(ids: Tensor, visible: Tensor, **_: Any) -> Tensor:
         logits = model(ids, visible)
         logits[:, favoured] += 3.0
-        # The row of a position draws the token behind it.
+        # The row of a position draws the token after it.
         logits[: len(prompt) + 7 - 1, end] = float("-inf")
         return logits
 
@@ -296,7 +296,7 @@ def test_min_tokens_and_biases(engine: TracedEngine, model: Nemotron) -> None:
 
 @drafts
 def test_log_probabilities(engine: TracedEngine, model: Nemotron) -> None:
-    """Of the causal row that drew a token, at temperature 1, whatever the draft and the temperature."""
+    """The log-probability of a token is that of the causal row that drew it, at temperature 1."""
     prompts = [prompt_of(length, seed=length) for length in (5, 90)]
     wanted = [params(temperature=t, logprobs=3, seed=3) for t in (0.0, 0.8)]
     for prompt, completion in zip(prompts, generate(engine, prompts, wanted), strict=True):
@@ -314,7 +314,7 @@ def test_log_probabilities(engine: TracedEngine, model: Nemotron) -> None:
 
 @drafts
 def test_frames_show_drafts(engine: TracedEngine, model: Nemotron) -> None:
-    """Each is one frame, and as much of it as is emitted begins it; the rest is not answered."""
+    """Each draft is one frame, which begins with the tokens that are emitted of it."""
     prompt = prompt_of(20, seed=6)
     wanted = params(temperature=0.8, seed=6, extra_args=EVERY_FIELD)
     with counting(engine) as counts:
@@ -336,7 +336,7 @@ def test_frames_show_drafts(engine: TracedEngine, model: Nemotron) -> None:
 
 @pytest.mark.slow
 def test_prefix_cache(engine: TracedEngine, model: Nemotron) -> None:
-    """What a later prompt finds are keys and values of accepted tokens."""
+    """A later prompt finds only keys and values of accepted tokens in the cache."""
     prompt = prompt_of(60, seed=41)
     wanted = params(temperature=temperature_of(engine, 0.8), seed=5, max_tokens=40)
     (first,) = generate(engine, [prompt], [wanted])
@@ -365,7 +365,7 @@ def test_prefix_cache(engine: TracedEngine, model: Nemotron) -> None:
     ],
 )
 def test_refused_fields(engine: TracedEngine, field: str, changes: dict[str, Any]) -> None:
-    """Named, with the rule that has them where there is one."""
+    """An unsupported field is refused by name, with the rule that supports it if there is one."""
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -379,7 +379,7 @@ def test_refused_fields(engine: TracedEngine, field: str, changes: dict[str, Any
 
 @causal
 def test_what_canvases_do_not_have(engine: TracedEngine, model: Nemotron) -> None:
-    """Penalties between one token and the next, prompt log-probabilities, grammars: vLLM's own."""
+    """Penalties, prompt log-probabilities and grammars work as in vLLM."""
     from vllm.sampling_params import StructuredOutputsParams
 
     prompt = prompt_of(20, seed=3)
@@ -415,7 +415,7 @@ def test_what_canvases_do_not_have(engine: TracedEngine, model: Nemotron) -> Non
     ("rule", "has_lora"), [(DRAFTING, True), (DRAFTING, False), (CAUSAL, True)]
 )
 def test_two_processes(rule: str, has_lora: bool, model: Nemotron, tmp_path: Path) -> None:
-    """With half of the heads and of the LoRA's input each."""
+    """Two processes with half of the heads and of the LoRA's input each give the same tokens."""
     prompts = [prompt_of(length, seed=length) for length in (3, 40, 64, 150)]
     names = ("max_tokens", "temperature", "seed", "ignore_eos")
     hot = 0.8 * (rule == DRAFTING)
@@ -435,7 +435,7 @@ def test_two_processes(rule: str, has_lora: bool, model: Nemotron, tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("is_asynchronous", [False, True])
 def test_drafts_that_are_never_right(is_asynchronous: bool, tmp_path: Path) -> None:
-    """A random model, blocks as published, the mask token among what it says."""
+    """A random model whose drafts are never right gives the loop's tokens, the mask included."""
     model = tiny_nemotron()
     lengths = (150, 1, 31, 32, 33, 64, 90, 100)
     prompts = [prompt_of(length, seed=length) for length in lengths]

@@ -1,4 +1,4 @@
-"""A2D's MDLM, and its bodies: the tokens of the publisher's loops, in batches and both orders."""
+"""A2D's MDLM and its bodies give the tokens of the publisher's loops in batches."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def assert_loops(case: Case, folder: Path, wanted: list[Wanted], is_asynchronous
 @ORDERS
 @pytest.mark.parametrize("name", MDLM)
 def test_mdlm(tmp_path: Path, name: str, is_asynchronous: bool) -> None:
-    """The whole sequence attends, and the last block ends with the answer, whatever its length."""
+    """Answers of any length have the tokens of MDLM's loop, in one batch."""
     random = Wanted(max_tokens=30, strategy="random", seed=6)
     assert_loops(MDLM[name], tmp_path, [*WANTED, random], is_asynchronous)
 
@@ -61,5 +61,5 @@ def test_mdlm(tmp_path: Path, name: str, is_asynchronous: bool) -> None:
 @ORDERS
 @pytest.mark.parametrize("name", BD3LM)
 def test_bd3lm_on_other_bodies(tmp_path: Path, name: str, is_asynchronous: bool) -> None:
-    """Blocks are those of the Qwen3's."""
+    """BD3LM on other bodies gives the loop's tokens with the blocks of the Qwen3 body."""
     assert_loops(BD3LM[name], tmp_path, list(WANTED), is_asynchronous)

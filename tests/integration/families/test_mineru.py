@@ -1,4 +1,4 @@
-"""MinerU-Diffusion: prompts with pictures, whose tokens are those of the reference loop."""
+"""MinerU-Diffusion's prompts with pictures give the tokens of the reference loop."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIONS: dict[str, Any] = {"max_model_len": 512, "limit_mm_per_prompt": {"image"
 
 
 def request(parts: Sequence[Part], **more: Any) -> dict[str, Any]:
-    """A request of runs of token ids and pictures between them."""
+    """Return a request of runs of token ids with pictures between them."""
     pictures = [part for part in parts if not isinstance(part, list)]
     ids = [token for part in parts for token in (part if isinstance(part, list) else [IMAGE_ID])]
     return {"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}, **more}
@@ -78,7 +78,7 @@ def expected(model: MinerU, parts: Sequence[Part]) -> Expected:
 
 
 def assert_logprobs(reported: Sequence[Any], logprobs: Tensor) -> None:
-    """Every reported token has its log-probability of these [num_tokens, vocab_size]."""
+    """Check the log-probability of each reported token against [num_tokens, vocab_size]."""
     for row, each in zip(reported, logprobs.tolist(), strict=True):
         assert {token: one.logprob for token, one in row.items()} == pytest.approx(
             {token: each[token] for token in row}, abs=2e-4
@@ -105,8 +105,10 @@ PROMPTS: list[list[Part]] = [
     ids=["synchronous", "asynchronous", "in-chunks"],
 )
 def test_pictures(tmp_path: Path, is_asynchronous: bool, budget: int) -> None:
-    """One batch of prompts with pictures of several sizes has the tokens that each has alone, in both orders
-    and where a pass ends within a picture."""
+    """Prompts with pictures of several sizes get in one batch the tokens that each gets alone.
+
+    This holds in both orders, and where a pass ends within a picture.
+    """
     model = mineru()
     options = {"async_scheduling": is_asynchronous, "max_num_batched_tokens": budget}
     if budget < OPTIONS["max_model_len"]:
@@ -123,8 +125,10 @@ def test_pictures(tmp_path: Path, is_asynchronous: bool, budget: int) -> None:
 
 @pytest.mark.parametrize("is_asynchronous", [False, True], ids=["synchronous", "asynchronous"])
 def test_log_probabilities_and_a_schema(tmp_path: Path, is_asynchronous: bool) -> None:
-    """Each token that follows pictures has the log-probability of the step that revealed it, among the likeliest,
-    and in the same batch answers to other pictures are JSON of one schema, in other words."""
+    """Each token after pictures has the log-probability of the step that revealed it.
+
+    In the same batch, answers to other pictures are JSON of one schema, with different content.
+    """
     from vllm.sampling_params import StructuredOutputsParams
 
     model = mineru()
@@ -171,8 +175,10 @@ def test_log_probabilities_and_a_schema(tmp_path: Path, is_asynchronous: bool) -
 
 @pytest.mark.parametrize("is_asynchronous", [False, True], ids=["synchronous", "asynchronous"])
 def test_pictures_that_share_a_block(tmp_path: Path, is_asynchronous: bool) -> None:
-    """A block with the end of one picture and the begin of another gets both at once, and two requests that
-    each hold a picture in the encoder's cache do not wait for each other."""
+    """A block with the end of a picture and the start of another gets both at once.
+
+    Two requests that each hold a picture in the encoder's cache do not wait for each other.
+    """
     model = mineru()
     # A first block of 20 tokens leaves the second prompt the room of its own first block, of 10.
     pictures = [picture(80, 96, seed) for seed in range(4)]
@@ -195,8 +201,10 @@ def test_pictures_that_share_a_block(tmp_path: Path, is_asynchronous: bool) -> N
 
 @pytest.mark.parametrize("is_asynchronous", [False, True], ids=["synchronous", "asynchronous"])
 def test_pictures_of_preempted_requests(tmp_path: Path, is_asynchronous: bool) -> None:
-    """Requests with pictures that lose their memory and return have their tokens, with log-probabilities, a stop
-    string after the first block and a constraint beside them."""
+    """Preempted requests with pictures return with their tokens.
+
+    They have log-probabilities, a stop string after the first block and a constraint.
+    """
     from vllm.sampling_params import StructuredOutputsParams
 
     model = mineru()
@@ -232,14 +240,14 @@ def test_pictures_of_preempted_requests(tmp_path: Path, is_asynchronous: bool) -
 
 
 def test_shared_prefixes(tmp_path: Path) -> None:
-    """A prefix is shared where remainder and pictures are equal, among them one that only shares a block."""
+    """A prefix is shared if remainder and pictures are equal, also within a block."""
     model = mineru()
     first, second = picture(80, 56, 1), picture(80, 56, 2)
     with TracedEngine(model.save(tmp_path), **OPTIONS) as engine:
         size = engine.scheduler.hash_block_size
 
         def cached(*parts: Part) -> int:
-            """Tokens of it that are in the cache; its answer is the one that it gets alone."""
+            """Return a prompt's number of cached tokens; check its answer."""
             params = WANTED.sampling_params()
             (output,) = engine.llm.generate([request(parts)], params, use_tqdm=False)
             assert list(output.outputs[0].token_ids) == expected(model, parts).tokens

@@ -1,4 +1,4 @@
-"""Every masked family: the engine's tokens are those of its published loop."""
+"""The engine's tokens of every masked family are those of its published loop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model_of(name: str) -> TinyModel:
 
 @functools.cache
 def loop_of(name: str, prompt: tuple[int, ...], wanted: Wanted, ends: tuple[int, ...]) -> Run:
-    """Engines of both orders are asked the same, and the loop once."""
+    """Return the loop's run, computed once for engines of both orders."""
     return expected(CASES[name], model_of(name), prompt, wanted, ends)
 
 
@@ -57,13 +57,13 @@ class Family:
         )
 
     def generate(self, prompts: list[list[int]], wanted: list[Wanted], **changes: Any) -> list[Any]:
-        """Token ids of each prompt's answer, all in one batch."""
+        """Return the token ids of each prompt's answer, all in one batch."""
         outputs = self.engine.outputs(prompts, [one.sampling_params(**changes) for one in wanted])
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     @contextmanager
     def counting(self) -> Iterator[list[int]]:
-        """Rows of each pass that runs."""
+        """Count the rows of each pass that runs."""
         passes: list[int] = []
         update = self.engine.scheduler.update_from_output
 
@@ -79,17 +79,17 @@ class Family:
             self.engine.scheduler.update_from_output = update
 
     def loop_until(self, prompt: list[int], wanted: Wanted) -> Run:
-        """The loop's passes up to the block of the last token that is wanted."""
+        """Return the loop's passes up to the block of the last requested token."""
         run = self.expected(prompt, wanted)
         end = len(prompt) + wanted.max_tokens
         return replace(run, passes=[one for one in run.passes if one.start < end])
 
     def expected(self, prompt: list[int], wanted: Wanted, ends: tuple[int, ...] = ()) -> Run:
-        """The loop's run, its tokens cut to what a request gets."""
+        """Return the loop's run, with its tokens cut to those that a request gets."""
         return loop_of(self.name, tuple(prompt), wanted, ends)
 
     def check(self, prompts: list[list[int]], wanted: list[Wanted]) -> None:
-        """The answers, in one batch, are the loop's."""
+        """Check that the answers, in one batch, are the loop's."""
         answers = self.generate(prompts, wanted)
         for prompt, one, answer in zip(prompts, wanted, answers, strict=True):
             loop = self.expected(prompt, one)
@@ -97,7 +97,7 @@ class Family:
 
 
 def in_both_orders(names: Iterable[str], often: Collection[tuple[str, str]]) -> list[Any]:
-    """Parameters (family, order), of which ``often`` run without ``-m slow``."""
+    """Return parameters (family, order), of which ``often`` run without ``-m slow``."""
     return [
         pytest.param(
             (name, order),
@@ -128,7 +128,7 @@ def family(
 
 @pytest.mark.parametrize("family", in_both_orders(CASES, EVERY_WAY), indirect=True)
 def test_prompts_of_every_length(family: Family) -> None:
-    """Within the first block, at its border, beyond it, many blocks: all in one batch."""
+    """Prompts within a block, at its border and beyond it give the loop's tokens in a batch."""
     B = family.block_length
     lengths = sorted({1, 2, B - 1, B, B + 1, 2 * B, 63, 150})
     prompts = [prompt_of(length, seed=length) for length in lengths]
@@ -137,14 +137,14 @@ def test_prompts_of_every_length(family: Family) -> None:
 
 @pytest.mark.parametrize("threshold", [0.0, 0.1, pytest.param(0.95, marks=pytest.mark.slow)])
 def test_thresholds(family: Family, threshold: float) -> None:
-    """That reveal all at once, a few, and one a step."""
+    """Thresholds that reveal all masks at once, a few, or one per step give the loop's tokens."""
     prompts = [prompt_of(length, seed=length) for length in (5, 33, 70)]
     wanted = Wanted(max_tokens=family.block_length + 5, threshold=threshold)
     family.check(prompts, [wanted] * len(prompts))
 
 
 def test_strategies_and_steps(family: Family) -> None:
-    """Each that the loop has, with fewer steps than positions too."""
+    """Each strategy of the loop gives its tokens, also with fewer steps than positions."""
     strategies: list[tuple[str, int | None]] = [(s, None) for s in family.case.strategies]
     strategies += [(s, n) for s in family.case.stepped for n in (2, 3)]
     # Some end where a block does, and some within one, which then has fewer masks.
@@ -155,7 +155,7 @@ def test_strategies_and_steps(family: Family) -> None:
 
 
 def test_entropy_budgets(family: Family) -> None:
-    """That hold one mask, a few, and all of a block, at the request's temperature."""
+    """Budgets for one mask, a few, or a whole block give the loop's tokens at any temperature."""
     if "entropy_budget" not in family.case.strategies:
         pytest.skip("the published loop has no budget")
     budgets = [(0.0, 0.0), (1.0, 0.0), (3.0, 0.7), (5.0, 1.3), (10_000.0, 0.0)]
@@ -168,7 +168,7 @@ def test_entropy_budgets(family: Family) -> None:
 
 @pytest.mark.parametrize("family", in_both_orders(CASES, [("sdar", "asynchronous")]), indirect=True)
 def test_strategies_of_one_batch(family: Family) -> None:
-    """Equal prompts that differ in how masks are revealed get in one batch what each gets alone."""
+    """Equal prompts with different strategies get in one batch what each gets alone."""
     wanted = [Wanted(2 * family.block_length, strategy=s) for s in STRATEGIES]
     wanted += [replace(wanted[-1], entropy_budget=budget) for budget in (0.5, 8.0)]
     prompt = prompt_of(41, seed=7)
@@ -179,7 +179,7 @@ def test_strategies_of_one_batch(family: Family) -> None:
 
 @pytest.mark.parametrize("family", in_both_orders(("sdar", "sdar-block-32"), OFTEN), indirect=True)
 def test_log_probabilities_where_revealed(family: Family) -> None:
-    """Each token has that of the step that revealed it, whichever strategy did."""
+    """Each token has the log-probability of the step that revealed it, for every strategy."""
     # The mask token is never drawn, and has no share of what is reported.
     B, model = family.block_length, suppress(family.model, [MASK_ID])
     wanted = [Wanted(2 * B, strategy=s, entropy_budget=2.0) for s in STRATEGIES]
@@ -211,7 +211,7 @@ def test_log_probabilities_where_revealed(family: Family) -> None:
 
 
 def test_frames_and_step_maps(family: Family) -> None:
-    """What is shown ends as what is answered, changes no token, and gives the step map again."""
+    """Frames end as the answer, change no token, and give the step map again."""
     B, spec = family.block_length, family.engine.state.spec
     prompts = [prompt_of(length, seed=length) for length in (5, 33, 2 * B)]
     wanted = [
@@ -255,14 +255,14 @@ def test_frames_and_step_maps(family: Family) -> None:
         assert [n for part in seen.step_maps[i, 0] for n in part.steps] == replayed[: len(tokens)]
         metrics = request_metrics(completion)
         assert metrics is not None
-        # A pass that commits is no step; the scheduler cannot tell it from one where the last step
+        # A pass that commits is not a step; the scheduler cannot tell it from one where the last step
         # may have done its work.
         for counted, frames in zip(metrics.denoise_steps_per_canvas, canvases, strict=True):
             assert counted - len(frames) in ((0, 1) if spec.rule.can_finish_kv else (0,))
 
 
 def test_temperature_and_filters(family: Family) -> None:
-    """With this package's noise in the loop's place, the same draws."""
+    """With this package's noise the loop gives the same draws, with temperatures and filters."""
     wanted = [Wanted(temperature=0.7, seed=5), Wanted(temperature=1.3, seed=6)]
     if "top_k" in family.case.filters:
         wanted.append(Wanted(temperature=1.0, top_k=5, seed=7))
@@ -281,7 +281,7 @@ def test_temperature_and_filters(family: Family) -> None:
     [*(pytest.param(steps, marks=pytest.mark.slow) for steps in (0, 16)), 2],
 )
 def test_editing(family: Family, max_post_steps: int) -> None:
-    """Revealed tokens are rewritten, with a threshold of 0 whatever differs."""
+    """Editing rewrites the same revealed tokens as the loop, also with a threshold of 0."""
     wanted = [
         Wanted(70, threshold=0.2, editing_threshold=editing, max_post_steps=max_post_steps)
         for editing in (0.0, 0.5)
@@ -293,7 +293,7 @@ def test_editing(family: Family, max_post_steps: int) -> None:
 
 
 def test_an_end_token_ends_the_answer(family: Family) -> None:
-    """One that the answer has, first in it and in the middle; it is cut as the loop's is."""
+    """An end token at the start or within an answer cuts it as in the loop."""
     prompts = [prompt_of(length, seed=length) for length in (6, 40)]
     wanted = Wanted(max_tokens=2 * family.block_length)
     whole = family.generate(prompts, [wanted] * len(prompts))
@@ -306,7 +306,7 @@ def test_an_end_token_ends_the_answer(family: Family) -> None:
 
 
 def test_prefix_cache(family: Family) -> None:
-    """What is found of a prompt, or of a turn before, is what would be computed."""
+    """A cached prompt or earlier turn gives the same tokens as without a cache."""
     prompt = prompt_of(100, seed=41)
     wanted = Wanted(max_tokens=2 * family.block_length)
     (answer,) = family.generate([prompt], [wanted])
@@ -325,7 +325,7 @@ def test_prefix_cache(family: Family) -> None:
 
 
 def test_passes(family: Family) -> None:
-    """Alone, a request takes the loop's passes, and none for a commit that another one makes."""
+    """A request alone takes the loop's passes, and none for a commit that another pass makes."""
     B = family.block_length
     for length in (3, B, 2 * B + 1, 70):
         prompt, wanted = prompt_of(length, seed=900 + length), Wanted(max_tokens=3 * B - 1)
@@ -346,7 +346,7 @@ def test_passes(family: Family) -> None:
 
 
 def test_constraints(family: Family) -> None:
-    """A grammar holds the answer, and bad words are not said."""
+    """An answer satisfies its grammar and has no bad words."""
     from vllm.sampling_params import StructuredOutputsParams
 
     wanted = Wanted(max_tokens=40)
@@ -370,7 +370,7 @@ def test_constraints(family: Family) -> None:
 
 @pytest.mark.parametrize("field", [{"logprobs": 0}, {"logprob_token_ids": [5]}])
 def test_logprobs_of_given_tokens(field: dict[str, Any], family: Family) -> None:
-    """No step decides what a request brings: refused, by the field."""
+    """Log-probabilities of given tokens, which no step decides, are refused by the field."""
     from vllm.exceptions import VLLMValidationError
 
     canvas = {"diffusion_seed_canvas": prompt_of(family.block_length, seed=7)}
@@ -381,7 +381,7 @@ def test_logprobs_of_given_tokens(field: dict[str, Any], family: Family) -> None
 
 
 def test_pinned_tokens(family: Family) -> None:
-    """An answer has the pinned tokens after prompts of any length, and others in the batch answer as alone.
+    """An answer has its pinned tokens after prompts of any length, and others answer as alone.
 
     Positions that the prompt fills are the prompt's. Whole sequences refuse pins.
     """
@@ -423,7 +423,7 @@ def test_pinned_tokens(family: Family) -> None:
 def tight(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Family]:
-    """Small chunks, and a cache that holds one request of the longest, or two others."""
+    """Return options with small chunks, and a cache for one long request or two others."""
     name, order = request.param
     # Blocks of the cache are the model's where these are larger and counted from the start.
     block_size = 16 if name in ("sdar", "nemotron") else 32
@@ -440,7 +440,7 @@ def tight(
 
 
 def test_chunks_and_preemption(tight: Family) -> None:
-    """Twelve requests in eight slots: they lose their memory, and return."""
+    """Twelve requests in eight slots give the loop's tokens although they are preempted."""
     lengths = [90, 33, 5, 61, 64, 17, 100, 2, 45, 32, 80, 71]
     prompts = [prompt_of(length, seed=7 * length) for length in lengths]
     wanted = [
@@ -455,7 +455,7 @@ def test_chunks_and_preemption(tight: Family) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sdar", "nemotron", "llada2.1", "llada2.2", "fast-dllm", "llada"])
 def test_two_ranks(name: str, tmp_path: Path) -> None:
-    """Two processes with half of the heads and of the vocabulary each give the published loop's tokens."""
+    """Two processes with half of the heads and vocabulary each give the published loop's tokens."""
     case = CASES[name]
     model = case.make()
     lengths = (3, 41, 64, 77)

@@ -1,4 +1,4 @@
-"""FP8 and NVFP4 checkpoints of masked families, by vLLM's own layers."""
+"""Tests of FP8 and NVFP4 checkpoints of masked families, run by vLLM's own layers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "wte.weight")
 
 
 def quantized(folder: Path, ignore: list[str]) -> Path:
-    """The checkpoint with FP8 weights, a scale for each output channel, and dynamic activations."""
+    """Return the checkpoint with FP8 weights by output channel, and dynamic activations."""
     path = folder / "model.safetensors"
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(path).items():
@@ -46,13 +46,13 @@ def quantized(folder: Path, ignore: list[str]) -> Path:
 
 
 def rounded_rows(x: torch.Tensor) -> torch.Tensor:
-    """Each row in FP8 with a scale of its own, and back."""
+    """Round each row to FP8 with a scale of its own, and back."""
     scale = (x.abs().amax(dim=-1, keepdim=True) / torch.finfo(FP8).max).clamp(min=1e-12)
     return (x / scale).to(FP8).to(x.dtype) * scale
 
 
 def emulate_fp8(model: TinyModel) -> None:
-    """Round weights and inputs of what is quantised, in place."""
+    """Round the weights and inputs of quantized layers, in place."""
     for name, module in model.body.named_modules():
         if isinstance(module, torch.nn.Linear) and "head" not in name:
             module.weight.data = rounded_rows(module.weight.data)
@@ -60,7 +60,7 @@ def emulate_fp8(model: TinyModel) -> None:
 
 
 def quantize_nvfp4(model: TinyModel, ignore: list[str]) -> dict[str, Any]:
-    """Have compressed-tensors round weights and inputs to NVFP4, in place; the scheme it applied."""
+    """Let compressed-tensors round weights and inputs to NVFP4, in place; return its scheme."""
     largest: dict[torch.nn.Module, torch.Tensor] = {}
 
     def observe(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -83,7 +83,7 @@ def quantize_nvfp4(model: TinyModel, ignore: list[str]) -> dict[str, Any]:
 
 
 def save_compressed(model: TinyModel, scheme: dict[str, Any], folder: Path) -> Path:
-    """The checkpoint with packed weights; the model itself stays as it is."""
+    """Save the checkpoint with packed weights; the model itself stays unchanged."""
     from compressed_tensors.compressors import compress_module
 
     compressed = copy.copy(model)
@@ -100,7 +100,7 @@ def first_step(
     adapter: Path | None = None,
     options: dict[str, Any] | None = None,
 ) -> StepRecord:
-    """The engine's first denoising step behind a prompt, with an adapter or none."""
+    """Return the engine's first denoising step after a prompt, with an adapter or none."""
     with (
         TracedEngine(
             folder, max_model_len=256, enable_lora=adapter is not None, **(options or {})
@@ -120,7 +120,7 @@ def first_step(
 def logits_behind(
     model: TinyModel, name: str, prompt: list[int], canvas: list[int]
 ) -> torch.Tensor:
-    """[C, V - 1]: PyTorch's of a first step, without the mask token."""
+    """Return PyTorch's logits [C, V - 1] of a first step, without the mask token."""
     length, B = len(prompt), model.block_length
     if name == "nemotron":
         visible = causal_then_block(length, B)
@@ -132,7 +132,7 @@ def logits_behind(
 
 
 def ignored(name: str) -> list[str]:
-    """Modules that stay as they are, in the checkpoint's names."""
+    """Return the modules that are not quantized, by the checkpoint's names."""
     names = [HEADS.get(name, "lm_head")]
     names += [f"model.layers.{layer}.mlp.gate" for layer in ROUTED.get(name, ())]
     return names
@@ -158,7 +158,7 @@ ALLOWED = {"llada2.0": 0.25, **dict.fromkeys(WHOLE_SEQUENCES, 0.3)}
 
 
 def rounded(name: str, scheme: str, folder: Path) -> tuple[Path, TinyModel]:
-    """A family's checkpoint in a format, and PyTorch's model with the same rounding."""
+    """Return a family's checkpoint in a format, and PyTorch's model with the same rounding."""
     model: TinyModel = CASES[name].make()
     separate_experts(model.body)
     if scheme == "fp8":
@@ -173,9 +173,9 @@ def rounded(name: str, scheme: str, folder: Path) -> tuple[Path, TinyModel]:
 @pytest.mark.parametrize("scheme", ["fp8", "nvfp4"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits(name: str, scheme: str, tmp_path: Path) -> None:
-    """The engine's are far nearer to those of PyTorch with the same rounding than to exact ones.
+    """The engine's logits are far nearer to PyTorch's with the same rounding than to exact ones.
 
-    FP8 with dynamic activations is emulated; of NVFP4 it is compressed-tensors' own forward.
+    FP8 with dynamic activations is emulated; NVFP4 is compressed-tensors' own forward.
     """
     checkpoint, model = rounded(name, scheme, tmp_path)
     prompt = prompt_of(64)
@@ -194,7 +194,7 @@ def test_logits(name: str, scheme: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("scheme", ["fp8", "nvfp4"])
 @pytest.mark.parametrize("name", ["sdar", "llada2.0"])
 def test_adapter(name: str, scheme: str, tmp_path: Path) -> None:
-    """On rounded weights: the logits are those of PEFT's model on them, and far from those without."""
+    """On rounded weights an adapter gives PEFT's logits on them, far from those without it."""
     checkpoint, model = rounded(name, scheme, tmp_path / "checkpoint")
     plain = copy.copy(model)
     plain.body = copy.deepcopy(model.body)

@@ -1,4 +1,4 @@
-"""The shipped tiny SDAR answers: the engine, the family's rule and its default settings together."""
+"""The shipped tiny SDAR answers with the family's rule and its default settings."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MAX_STEPS_PER_BLOCK = 1.5
 
 @pytest.fixture(scope="module")
 def answers():
-    """The engine's answers and their prompts, at the settings that come with the checkpoint."""
+    """Return the engine's answers and their prompts, at the settings of the checkpoint."""
     with TracedEngine(shipped_checkpoint("sdar"), max_num_seqs=8) as engine:
         tokenizer = engine.llm.get_tokenizer()
         prompts = [prompt_token_ids(tokenizer, example) for example in EXAMPLES_ASKED]
@@ -47,7 +47,7 @@ def answers():
 
 
 def test_exact_answers(answers) -> None:
-    """Held-out questions of the kinds it has learnt are answered, most of them exactly."""
+    """Most held-out questions of the kinds that it has learnt are answered exactly."""
     _, completions = answers
     exact = [
         is_correct(example, completion.text)
@@ -58,7 +58,7 @@ def test_exact_answers(answers) -> None:
 
 
 def test_steps_per_block(answers) -> None:
-    """Blocks of 8 take far fewer than 8 steps: several tokens are revealed at once."""
+    """Blocks of 8 take far fewer than 8 steps, since several tokens are revealed at once."""
     steps = [
         number
         for completion in answers[1]
@@ -70,7 +70,7 @@ def test_steps_per_block(answers) -> None:
 
 
 def test_tokens_of_the_loop(answers) -> None:
-    """The same tokens as the loop that scored the checkpoint in training, without a cache."""
+    """The tokens are those of the loop that scored the checkpoint in training, without a cache."""
     model = load_model(shipped_checkpoint("sdar"))
     for prompt, completion in list(zip(*answers, strict=True))[::PROMPTS_PER_FAMILY]:
         assert list(completion.token_ids) == generate(model, prompt, MAX_TOKENS).tokens

@@ -1,7 +1,7 @@
-"""DiffusionGemma's ``autoregressive``, its encoder alone, and ``linear_spec``, which verifies drafts by it.
+"""Tests of DiffusionGemma's ``autoregressive``, its encoder, and its verified drafts.
 
 The oracle is transformers' Gemma 4 with the encoder's tensors. Encoder and decoder differ in their
-``layer_scalar``, so that a row which takes the other stack's is found.
+``layer_scalar``, so that a row with the other stack's scalar is found.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CHATS = ("What is 7+8?", "Make a JSON record: name bob, age 31.", "Thank you!", 
 
 
 def two_scalars(folder: Path) -> Path:
-    """A random checkpoint whose encoder and decoder scale each layer differently."""
+    """Return a random checkpoint whose encoder and decoder scale each layer differently."""
     random_checkpoint(folder, seed=2, gain=1.0, embed=1.0)
     path = folder / "model.safetensors"
     tensors = load_file(path)
@@ -66,7 +66,7 @@ def oracle(checkpoint: Path) -> Any:
 
 
 def way(settings: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Options of an engine."""
+    """Return options of an engine."""
     return OPTIONS | {"additional_config": {"diffusion": settings}} | options
 
 
@@ -93,7 +93,7 @@ def engine(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[TracedE
 
 
 def params(**changes: Any) -> Any:
-    """vLLM's, which end at nothing but ``max_tokens``."""
+    """Return vLLM's parameters, with ``max_tokens`` as the only end."""
     from vllm import SamplingParams
 
     options: dict[str, Any] = {"max_tokens": 30, "temperature": 0.0, "ignore_eos": True, "seed": 0}
@@ -105,7 +105,7 @@ def tokens_of(outputs: list[Any]) -> list[list[int]]:
 
 
 def test_greedy_tokens(engine: TracedEngine, oracle: Any) -> None:
-    """Chunked prompts, batches and lost memory: the encoder's tokens, and its log-probabilities."""
+    """Chunks, batches and preemptions give the encoder's tokens and log-probabilities."""
     prompts = [prompt_of(length, seed=length) for length in LENGTHS]
     engine.preempted.clear()
     outputs = engine.outputs(prompts, params(logprobs=3))
@@ -114,7 +114,7 @@ def test_greedy_tokens(engine: TracedEngine, oracle: Any) -> None:
     for prompt, output in zip(prompts, outputs, strict=True):
         (completion,) = output.outputs
         exact = logits_of(oracle, [*prompt, *completion.token_ids])[len(prompt) - 1 : -1]
-        # What the loop's own would be: each is the likeliest behind those before it.
+        # The loop's own tokens: each is the likeliest after those before it.
         assert list(completion.token_ids) == exact.argmax(-1).tolist()
         assert len(completion.token_ids) == 30
         for row, reported in zip(exact.log_softmax(-1), completion.logprobs, strict=True):
@@ -135,7 +135,7 @@ def test_prefix_cache(engine: TracedEngine, oracle: Any) -> None:
 
 @drafts
 def test_passes(engine: TracedEngine) -> None:
-    """One pass reads the prompt; then one drafts and one verifies, whatever they keep."""
+    """One pass reads the prompt; then one drafts and one verifies, however much is kept."""
     (output,) = engine.outputs([prompt_of(20, seed=6)], params())
     metrics = request_metrics(output.outputs[0])
     assert metrics is not None
@@ -145,7 +145,7 @@ def test_passes(engine: TracedEngine) -> None:
 
 @pytest.mark.slow
 def test_same_draws_for_every_draft(checkpoint: Path) -> None:
-    """At a temperature a seed gives the same tokens, however many are drafted and in how many steps."""
+    """At a temperature a seed gives the same tokens for any number of drafts and steps."""
     prompts = [prompt_of(length, seed=length) for length in LENGTHS]
     wanted = [params(temperature=1.5, seed=i) for i in range(len(prompts))]
     answers = []
@@ -156,7 +156,7 @@ def test_same_draws_for_every_draft(checkpoint: Path) -> None:
 
 
 def test_scalars_of_a_canvas(checkpoint: Path) -> None:
-    """Denoising takes the decoder's scalars, and known tokens the encoder's, as transformers does."""
+    """Denoising uses the decoder's scalars and known tokens the encoder's, as in transformers."""
     reference = Oracle(checkpoint)
     prompts = [prompt_of(length, seed=length) for length in (5, 40)]
     with TracedEngine(checkpoint, max_model_len=256) as served:
@@ -176,6 +176,7 @@ def test_scalars_of_a_canvas(checkpoint: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [AUTOREGRESSIVE, DRAFTS], ids=["causal", "drafts"])
 def test_two_processes(settings: dict[str, Any], checkpoint: Path, oracle: Any) -> None:
+    """Two processes give the tokens of one."""
     prompts = [prompt_of(length, seed=length) for length in (3, 40, 150)]
     asked = {"max_tokens": 30, "temperature": 0.0, "seed": 0, "ignore_eos": True}
     requests = [{"prompt": prompt, "params": asked} for prompt in prompts]
@@ -190,7 +191,7 @@ def test_two_processes(settings: dict[str, Any], checkpoint: Path, oracle: Any) 
     ids=["causal", "drafts", "8 in two steps", "32 in two steps"],
 )
 def test_shipped_checkpoint(settings: dict[str, Any]) -> None:
-    """Chats with it get the tokens and log-probabilities of a Gemma 4 with its encoder, and end where it ends them."""
+    """Chats give the tokens, ends and log-probabilities of a Gemma 4 with its encoder."""
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
     prompts: list[list[int]] = [
         tokenizer.apply_chat_template(
@@ -212,6 +213,6 @@ def test_shipped_checkpoint(settings: dict[str, Any]) -> None:
 
 
 def test_default_drafts() -> None:
-    """They fit into the checkpoint's canvas, and take one step."""
+    """Drafts fit by default into the checkpoint's canvas, and take one step."""
     spec = configure(SHIPPED, additional_config={"diffusion": DRAFTS}).model_config.diffusion.spec
     assert (spec.length, spec.max_denoising_steps) == (16, 1)

@@ -1,4 +1,4 @@
-"""What vLLM has for its models, in DiffusionGemma's ``autoregressive`` and ``linear_spec``: pictures, adapters, FP8.
+"""Tests of pictures, adapters and FP8 in DiffusionGemma's ``autoregressive`` and ``linear_spec``.
 
 The oracle is the encoder of transformers' DiffusionGemma.
 """
@@ -30,7 +30,7 @@ LOGIT_TOLERANCE = 1e-3
 
 
 def options(rule: str, **more: Any) -> dict[str, Any]:
-    """Options of an engine."""
+    """Return options of an engine."""
     return {
         "max_model_len": 256,
         "max_num_seqs": 8,
@@ -76,7 +76,7 @@ def encoder_logits(model: Any, ids: Tensor, **inputs: Any) -> Tensor:
 
 
 def greedy(model: Any, prompt: list[int], max_tokens: int, **inputs: Any) -> list[int]:
-    """``max_tokens`` likeliest tokens, one after another, whatever ends an answer."""
+    """Return the ``max_tokens`` likeliest tokens, one after another, whatever ends an answer."""
     ids = torch.tensor(prompt)
     for _ in range(max_tokens):
         ids = torch.cat([ids, encoder_logits(model, ids, **inputs)[-1:].argmax(-1)])
@@ -135,7 +135,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_adapters(tmp_path: Path, rule: str) -> None:
-    """Tokens are the encoder's with the encoder's part; the decoder's part acts on drafts alone."""
+    """Tokens are those of the encoder's adapter, and the decoder's part acts on drafts alone."""
     checkpoint = random_checkpoint(tmp_path / "checkpoint", seed=2, gain=1.0, embed=1.0)
     models = {None: Oracle(checkpoint).model}
     requests: dict[str | None, LoRARequest | None] = {None: None}
@@ -160,7 +160,7 @@ def test_adapters(tmp_path: Path, rule: str) -> None:
 
 @pytest.mark.slow
 def test_fp8(tmp_path: Path) -> None:
-    """Drafts change no token where activations are quantised row by row, and the first are the reference's."""
+    """With activations quantized by row, drafts change no token."""
     source = random_checkpoint(tmp_path / "source", seed=2, gain=1.0, embed=1.0)
     checkpoint = quantized_checkpoint(tmp_path / "fp8", "fp8-dynamic", source)
     prompts = [prompt_of(length, seed=length) for length in (5, 33, 90)]
@@ -179,7 +179,7 @@ def test_fp8(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_options_of_requests(tmp_path: Path) -> None:
-    """A grammar, several answers and a penalty, token after token."""
+    """A grammar, several answers and a penalty work for token after token."""
     from vllm.sampling_params import StructuredOutputsParams
 
     checkpoint = random_checkpoint(tmp_path, seed=2, gain=1.0, embed=1.0)

@@ -1,4 +1,4 @@
-"""Requests of one server that choose their way to decode: DiffusionGemma's and Nemotron-Labs-Diffusion's."""
+"""Tests of requests that choose their way to decode, of DiffusionGemma and Nemotron."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ORDERS = [False, pytest.param(True, marks=pytest.mark.slow)]
 
 
 def chosen(way: str, **changes: Any) -> Any:
-    """Parameters of a request that chooses its way."""
+    """Return the parameters of a request that chooses its way."""
     return params(**changes, extra_args={"diffusion_rule": way})
 
 
@@ -39,7 +39,7 @@ def oracle(checkpoint: Path) -> Any:
 
 
 def options(is_async: bool, **settings: Any) -> dict[str, Any]:
-    """Options of an engine."""
+    """Return options of an engine."""
     return OPTIONS | {"additional_config": {"diffusion": settings}, "async_scheduling": is_async}
 
 
@@ -50,7 +50,7 @@ def engine(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[TracedE
 
 
 def test_mixed_batch(engine: TracedEngine, oracle: Any) -> None:
-    """In one batch, with chunks and lost memory, requests of three ways get the tokens that each gets alone."""
+    """In one batch with preemptions, requests of three ways get the tokens that each gets alone."""
     prompts, wanted = [], []
     for i, length in enumerate((2, 64, 33, 150)):
         for j, way in enumerate(WAYS):
@@ -81,7 +81,7 @@ def test_mixed_batch(engine: TracedEngine, oracle: Any) -> None:
 
 
 def test_way_of_each_turn(engine: TracedEngine, oracle: Any) -> None:
-    """A conversation whose turns differ in their way reads what other ways cached, and answers as without a cache."""
+    """A conversation with another way in each turn answers from the cache as without it."""
     assert engine.llm.reset_prefix_cache()
     known, turns = prompt_of(60, seed=41), []
     for i, way in enumerate(("autoregressive", "entropy_bound", "linear_spec", "entropy_bound")):
@@ -100,7 +100,7 @@ def test_way_of_each_turn(engine: TracedEngine, oracle: Any) -> None:
 
 
 def test_passes_of_each_way(engine: TracedEngine) -> None:
-    """A token takes a pass by itself and one more draws the first; a draft takes a step and a pass that verifies it."""
+    """A single token takes one pass, and a draft takes a step and a verification."""
     outputs = [
         engine.outputs([prompt_of(20, seed=6)], chosen(way, max_tokens=12))[0] for way in WAYS[1:]
     ]
@@ -114,7 +114,7 @@ def test_passes_of_each_way(engine: TracedEngine) -> None:
 
 @pytest.mark.parametrize("is_async", ORDERS, ids=["sync", "async"])
 def test_passes_of_diffusion(checkpoint: Path, is_async: bool) -> None:
-    """Requests that are denoised take the passes, rows and tokens of a server that has no other way."""
+    """Denoised requests take the passes, rows and tokens of a server without other ways."""
     prompts = [prompt_of(length, seed=length) for length in (3, 40, 70, 20)]
     found: list[tuple[RowCounts, list[list[int]]]] = []
     for settings in ({}, {"rules": WAYS}):
@@ -128,7 +128,7 @@ def test_passes_of_diffusion(checkpoint: Path, is_async: bool) -> None:
 
 @pytest.mark.parametrize("is_async", ORDERS, ids=["sync", "async"])
 def test_masked_model(tmp_path: Path, is_async: bool) -> None:
-    """Denoised blocks are those of a server of blocks alone, next to tokens of the causal loop, with drafts by the LoRA."""
+    """Denoised blocks next to causal tokens and drafts are those of a server of blocks alone."""
     model = nemotron.agreeing_model()
     folder = model.save(tmp_path / "model")
     ways = ("reveal", *WAYS[1:])

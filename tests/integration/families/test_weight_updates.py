@@ -1,4 +1,4 @@
-"""Every masked family, and quantised checkpoints, with new weights in a running engine."""
+"""Tests of new weights in a running engine, of every masked family and quantized checkpoints."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_families(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["fp8-dynamic", "nvfp4"])
 def test_quantised(scheme: str, tmp_path: Path) -> None:
-    """What layers make of packed weights and scales they make again, more than once."""
+    """Layers transform reloaded packed weights and scales again, more than once."""
     generator = torch.Generator().manual_seed(0)
     other = copy_checkpoint(tmp_path / "other")
     weights = {
@@ -88,7 +88,7 @@ def test_quantised(scheme: str, tmp_path: Path) -> None:
 
 
 def test_static_activation_scales(tmp_path: Path) -> None:
-    """vLLM's loader of experts' scales takes them once: an error, and the engine serves what it served."""
+    """A reload of experts' static scales, which vLLM cannot do, is an error and changes nothing."""
     folder = quantized_checkpoint(tmp_path / "quantised", "fp8-static", num_prompts=2)
     with TracedEngine(folder, **OPTIONS) as engine:
 

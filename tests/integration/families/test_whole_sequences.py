@@ -1,4 +1,4 @@
-"""Models whose canvas holds the whole sequence: what a start chooses, and where memory runs out."""
+"""Tests of models whose canvas is the whole sequence: their start, and their use of memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_start(tmp_path: Path) -> None:
 
 
 def test_a_small_pass_shortens_the_model(tmp_path: Path) -> None:
-    """What cannot fit is refused by the number, as vLLM does at the model's length."""
+    """A sequence that cannot fit into a pass is refused with the number, as at vLLM's limit."""
     config = configure(tiny.llada().save(tmp_path), max_model_len=None, max_num_batched_tokens=300)
     assert config.model_config.max_model_len == 300
     assert config.model_config.diffusion.spec.length == 300
@@ -40,7 +40,7 @@ def test_a_small_pass_shortens_the_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("given", "length"), [(None, 2048), (3000, 3000)])
 def test_dreams_length(tmp_path: Path, given: int | None, length: int) -> None:
-    """That of the publisher's README, and not that of the model that it was trained from."""
+    """Dream's length is that of its README, not that of the model that it was trained from."""
     folder = tiny.dream(max_position_embeddings=4096).save(tmp_path)
     assert configure(folder, max_model_len=given).model_config.max_model_len == length
 
@@ -55,9 +55,10 @@ def test_dreams_length(tmp_path: Path, given: int | None, length: int) -> None:
     ],
 )
 def test_little_memory(tmp_path: Path, family: str, is_asynchronous: bool) -> None:
-    """Six requests in memory for two: a sequence has all of its memory from its first pass on, or waits.
+    """Six requests in memory for two get the tokens that each gets alone.
 
-    One that grows may lose it, and begins its block again.
+    A sequence has all of its memory from its first pass on, or waits. One that grows may lose it,
+    and begins its block again.
     """
     case = CASES[family]
     model = case.make()
@@ -87,11 +88,11 @@ def test_little_memory(tmp_path: Path, family: str, is_asynchronous: bool) -> No
     ],
 )
 def test_no_room_for_whole_blocks(tmp_path: Path, family: str, is_asynchronous: bool) -> None:
-    """An answer that the model's length has room for has all of its tokens; its last block is the shorter one."""
+    """An answer up to the model's length has all of its tokens, in a shorter last block."""
     most = 192
     case, model = CASES[family], CASES[family].make()
     loop = replace(case, loop=partial(case.loop, max_length=most))
-    # Prompts and answers: whole blocks of 16 fit behind the first two alone.
+    # Prompts and answers: whole blocks of 16 fit after the first two only.
     lengths = [(20, 40), (160, 30), (150, 40), (140, 52), (181, 11), (100, 92), (177, 1), (155, 35)]
     settings: list[dict[str, Any]] = [
         {"strategy": "static"},
@@ -122,7 +123,7 @@ def test_no_room_for_whole_blocks(tmp_path: Path, family: str, is_asynchronous: 
 
 
 def test_end_tokens_that_are_held_back(tmp_path: Path) -> None:
-    """``logits_eos_inf`` and ``confidence_eos_eot_inf``: the loop's tokens, mixed in one batch."""
+    """``logits_eos_inf`` and ``confidence_eos_eot_inf`` give the loop's tokens, also mixed."""
     made = tiny.llada(eot_token_id=END_IDS[1])
     with torch.no_grad():
         # So that end tokens are often the likeliest.
@@ -180,7 +181,7 @@ def test_end_tokens_that_are_held_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("heat", [0.0, pytest.param(0.8, marks=pytest.mark.slow)])
 def test_the_end_of_a_thought(tmp_path: Path, heat: float) -> None:
-    """iLLaDA's boost: the loop's tokens, with and without it in one batch."""
+    """iLLaDA's boost gives the loop's tokens, with and without it in one batch."""
     case, made = CASES["illada"], CASES["illada"].make()
     boosts = [(0.0, 2.0), (30.0, 0.5), (30.0, 3.0), (12.0, 1.0)]
     asked = [
