@@ -39,7 +39,7 @@ if not torch.cuda.is_available():
 # the tests of an interrupted demo send one.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# How long an example takes on a busy machine says nothing. A change is refused for what it broke, and
+# The time of an example on a busy machine means nothing. A change is refused for what it broke, and
 # not for what a new example found; everybody's own runs look for those.
 hypothesis.settings.register_profile("noisy machine", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("noisy machine")
@@ -47,14 +47,14 @@ hypothesis.settings.load_profile("noisy machine")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
-    """What is there by now is not looked at again; what tests make is collected as ever."""
+    """Exclude the objects that exist by now from garbage collection; tests' own are collected."""
     gc.freeze()
     gc.enable()
 
 
 @pytest.fixture(autouse=True)
 def log_lines_are_kept() -> Iterator[None]:
-    """A command that has run in a test's process quietens the ones after it otherwise."""
+    """Undo that a command in a test's process disables the log lines of later tests."""
     yield
     logging.disable(logging.NOTSET)
 
@@ -63,7 +63,7 @@ def log_lines_are_kept() -> Iterator[None]:
 def vllm_log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> pytest.LogCaptureFixture:
-    """What vLLM and this package log at the level of information and above, in the order of the lines."""
+    """Collect what vLLM and this package log at the level of information and above, in order."""
     # Its set-up, on import, resets the loggers that are there, and keeps records from the root.
     import vllm.logger  # noqa: F401
 
@@ -74,7 +74,7 @@ def vllm_log(
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """One ``vllm serve`` process for every test that asks for it."""
+    """Run one ``vllm serve`` process for every test that requests it."""
     from tests.support.server import shared_server
 
     with shared_server(tmp_path_factory.mktemp("server")) as running:
@@ -83,7 +83,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights, as Hugging Face's classes save them."""
+    """Return random weights, as Hugging Face's classes save them."""
     from tests.support.checkpoints import random_checkpoint
 
     return random_checkpoint(tmp_path_factory.mktemp("random"))
@@ -91,7 +91,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def oracle(checkpoint: Path) -> Any:
-    """Hugging Face's own generation from ``checkpoint``, which nobody changes."""
+    """Return Hugging Face's own generation from ``checkpoint``, which no test changes."""
     from tests.support.oracle import Oracle
 
     return Oracle(checkpoint)

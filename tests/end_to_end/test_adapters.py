@@ -1,4 +1,4 @@
-"""LoRA adapters over HTTP: loaded and unloaded while serving, and bad ones that harm nobody."""
+"""Tests of LoRA adapters over HTTP: loaded and unloaded while serving, and bad ones refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MISFIT = "it must be F32 or F16 or BF16 [4, 128]; serve it with the model that i
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Adapters, and some that are none for this model."""
+    """Return folders of adapters, some of which do not fit this model."""
     from transformers import DiffusionGemmaForBlockDiffusion
 
     from tests.support.families.makers import sdar
@@ -90,14 +90,14 @@ def unload(server: Server, name: str) -> httpx.Response:
 
 
 def test_tokens_without_an_adapter(server: Server, adapted: Server) -> None:
-    """Those of a server without the option, alone and in one batch."""
+    """Without an adapter the tokens are those of a server without the option."""
     expected: list[Tokens] = answers_alone(server)
     assert answers_alone(adapted) == expected
     assert answers_together(adapted) == expected
 
 
 def test_loaded_and_unloaded(server: Server, adapted: Server, folders: dict[str, Path]) -> None:
-    """While requests run, of the base and of another adapter, whose answers stay what they were."""
+    """Loading and unloading an adapter changes no answer of running requests."""
     names = [MODEL, "one"]
     before = [tokens(adapted, name) for name in names]
     assert before[0] == tokens(server, MODEL)
@@ -134,7 +134,7 @@ def test_loaded_and_unloaded(server: Server, adapted: Server, folders: dict[str,
     ],
 )
 def test_bad_adapters(adapted: Server, folders: dict[str, Path], name: str, sentence: str) -> None:
-    """400 with the sentence; nothing else notices."""
+    """A bad adapter gets a 400 with the sentence, and nothing else changes."""
     before = tokens(adapted, "one")
     response = load(adapted, "bad", folders[name])
     assert response.status_code == 400, response.text
@@ -145,7 +145,7 @@ def test_bad_adapters(adapted: Server, folders: dict[str, Path], name: str, sent
 
 
 def test_repositories(adapted: Server, folders: dict[str, Path]) -> None:
-    """One of the command line, in JSON, and others while it serves; what was not fetched is told."""
+    """Repositories load from the command line and while serving; an unfetched one is reported."""
     assert load(adapted, "two", folders["two"]).status_code == 200
     assert load(adapted, "fetched", Path("someone/two")).status_code == 200
     answers = {tokens(adapted, name) for name in ("two", "in hub", "fetched")}
@@ -173,7 +173,7 @@ LORA = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
 def check_engines(
     replicas: Server, expected: dict[str, list[tuple[int, ...]]], seeds: range
 ) -> None:
-    """Each engine's answers, one beside an idle engine and all at once."""
+    """Check each engine's answers, one next to an idle engine and all at once."""
 
     def of(engine: str, name: str, seed: int) -> tuple[int, ...]:
         response = httpx.post(
@@ -202,7 +202,7 @@ def check_engines(
 def test_engines_that_share_experts(
     adapted: Server, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Two of them behind two API servers, each of which has the adapters of the command line."""
+    """Two engines after two API servers each have the adapters of the command line."""
     assert load(adapted, "two", folders["two"]).status_code == 200
     seeds = range(2)
     expected = {
@@ -217,7 +217,7 @@ def test_engines_that_share_experts(
 
 
 def test_engines_of_a_dense_model(tmp_path: Path) -> None:
-    """Two of them behind one API server, which loads an adapter into both while they serve."""
+    """Two engines after one API server both load an adapter while they serve."""
     from transformers import Qwen3ForCausalLM
 
     sdar = shipped_checkpoint("sdar")
@@ -242,7 +242,7 @@ def test_engines_of_a_dense_model(tmp_path: Path) -> None:
 
 
 def test_taken_away(adapted: Server, folders: dict[str, Path], tmp_path: Path) -> None:
-    """An adapter whose files go away while others take its place: its requests are refused."""
+    """An adapter that was evicted and whose files are gone has its requests refused."""
     copies = []
     for i in range(4):
         copies.append(shutil.copytree(folders["two"], tmp_path / str(i)))

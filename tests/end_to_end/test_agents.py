@@ -1,4 +1,7 @@
-"""Agents and other clients of examples/clients, unmodified, each in an environment of its own, against the server."""
+"""Agents and clients of examples/clients work unmodified with the server.
+
+Each runs in an environment of its own.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ from tests.support.server import Server
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 CLIENTS = Path(__file__).resolve().parents[2] / "examples/clients"
-# What uv says where it cannot ask the index.
+# An error of uv when it cannot reach the index.
 UNREACHABLE = ("Failed to fetch", "error sending request", "dns error")
 
 
 def output_of(name: str, server: Server) -> list[str]:
-    """The lines that a script prints, run with the packages that it names."""
+    """Return the lines that a script prints, run with the packages that it names."""
     uv = [str(Path(sys.executable).with_name("uv"))]
     script = str(CLIENTS / f"{name}.py")
     left_out = ("PYTHONPATH", "VIRTUAL_ENV")
@@ -41,7 +44,7 @@ def output_of(name: str, server: Server) -> list[str]:
     "name", ["openai_agents", "langchain_agent", "pydantic_agent", "strands_agent"]
 )
 def test_whole_loop(name: str, server: Server) -> None:
-    """An agent's loop calls the tool once with the city of the question, and its answer says what the tool returned."""
+    """An agent calls the tool once with the question's city, and answers with its result."""
     called, answer, *rest = output_of(name, server)
     assert called == "get_weather: Paris"
     assert answer == "Weather in Paris: 21 degrees, sunny."
@@ -49,7 +52,7 @@ def test_whole_loop(name: str, server: Server) -> None:
 
 
 def test_smolagents(server: Server) -> None:
-    """smolagents demands a call, which has the city of the question, and its memory has the tool's result."""
+    """smolagents gets a call with the question's city, and has the tool's result in its memory."""
     called, *_, observed, end = output_of("smolagents_agent", server)
     assert called == "get_weather: Paris"
     assert observed == "21 degrees, sunny"
@@ -57,7 +60,7 @@ def test_smolagents(server: Server) -> None:
 
 
 def test_guidance(server: Server) -> None:
-    """guidance, which sends fields of older releases beside today's, finds captures of each of its constraints."""
+    """guidance, which also sends fields of older releases, finds a capture of each constraint."""
     chosen, number, record, _ = output_of("guidance_captures", server)
     assert chosen in {"9", "15"}
     assert number.isdigit()

@@ -32,7 +32,7 @@ REFUSED.append(("stop_token_ids", {"stop_token_ids": list(range(20, 220))}))
 
 @pytest.fixture(autouse=True)
 def _alive(server: Server) -> Iterator[None]:
-    """The proof after each test that the server still answers."""
+    """Check after each test that the server still answers."""
     yield
     server.assert_alive()
 
@@ -68,12 +68,12 @@ def test_prompt_as_long_as_the_model_length(server: Server) -> None:
 
 
 def test_chat_longer_than_the_model_length(server: Server) -> None:
-    """The same of a conversation."""
+    """A conversation that does not fit is refused with the length that is allowed."""
     _assert_refused(_chat(server, "x" * SHARED_MAX_MODEL_LEN), str(SHARED_MAX_MODEL_LEN))
 
 
 def test_longest_prompt(server: Server) -> None:
-    """One token of room is room: the canvas is cut at the model length."""
+    """With room for one token the canvas is cut at the model's length."""
     response = _complete(
         server,
         prompt=[50] * (SHARED_MAX_MODEL_LEN - 1),
@@ -86,12 +86,12 @@ def test_longest_prompt(server: Server) -> None:
 
 @pytest.mark.parametrize("prompt", ["", []], ids=["empty text", "no token"])
 def test_empty_prompt(prompt: Any, server: Server) -> None:
-    """A prompt of nothing is refused by name."""
+    """An empty prompt is refused by name."""
     _assert_refused(_complete(server, prompt=prompt), "prompt")
 
 
 def test_empty_conversation(server: Server) -> None:
-    """A conversation of no message is refused."""
+    """A conversation without messages is refused."""
     response = server.post("/v1/chat/completions", {"messages": [], "max_tokens": 4})
     _assert_refused(response, "message")
 
@@ -117,9 +117,9 @@ def test_image_sent_to_a_text_only_server(server: Server) -> None:
     ids=lambda value: value if isinstance(value, str) else str(value)[:80],
 )
 def test_bad_field(field: str, body: dict[str, Any], server: Server) -> None:
-    """Each row of the table is refused by its field, in the message and where a client looks for it.
+    """Each row of the table is refused by its field, in the message and as ``param``.
 
-    Except a ``logit_bias`` of NaN, which JSON cannot say and vLLM's protocol makes -100 of.
+    Except a ``logit_bias`` of NaN, which JSON cannot spell and vLLM's protocol turns into -100.
     """
     response = httpx.post(
         f"{server.url}/v1/completions",
@@ -129,14 +129,17 @@ def test_bad_field(field: str, body: dict[str, Any], server: Server) -> None:
         timeout=300,
     )
     _assert_refused(response, field)
-    # A value of another JSON type is found by vLLM's protocol, which says where in the body it is.
+    # A value of another JSON type is found by vLLM's protocol, which names its place in the body.
     named = response.json()["error"]["param"].removeprefix("body.")
     assert named.partition(".")[0] == field
 
 
 @pytest.mark.parametrize("value", [True, False, 5, "text", [], ["regex"]], ids=str)
 def test_structured_outputs_that_are_no_object(value: Any, server: Server) -> None:
-    """Refused in a conversation too: vLLM asks them for their keys before it has looked at their type."""
+    """Structured outputs that are not an object are refused in a conversation too.
+
+    vLLM reads their keys before it checks their type.
+    """
     response = _chat(server, "hi", structured_outputs=value)
     _assert_refused(response, "structured_outputs")
     assert response.json()["error"]["param"] == "structured_outputs"
@@ -160,7 +163,7 @@ MALFORMED: list[Any] = [
 
 @pytest.mark.parametrize("schema", MALFORMED, ids=str)
 def test_malformed_schema(schema: dict[str, Any], server: Server) -> None:
-    """A schema whose keyword has a value of another type is a 400 with its place on every path, and leaves a line."""
+    """A schema with a keyword of a wrong type gets a 400 with its place, and is logged."""
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     text = {"format": {"type": "json_schema", "name": "a", "schema": schema}}
     before = len(server.log.read_text(errors="replace"))
@@ -186,14 +189,14 @@ def test_malformed_schema(schema: dict[str, Any], server: Server) -> None:
     ids=str,
 )
 def test_fields_that_would_be_ignored(fields: dict[str, Any], field: str, server: Server) -> None:
-    """A field that vLLM's protocol takes without a word is refused by its name, or honoured."""
+    """A field that vLLM's protocol silently ignores is refused by its name, or honored."""
     for response in (_complete(server, **fields), _chat(server, "hi", **fields)):
         _assert_refused(response, field)
         assert response.json()["error"]["param"] == field
 
 
 def test_arguments_at_the_top_of_a_body(server: Server) -> None:
-    """An argument at the top of a body has the effect that it has within ``vllm_xargs``."""
+    """An argument at the top of a body acts as it does within ``vllm_xargs``."""
     asked = {"max_tokens": 8, "ignore_eos": True, "seed": 1}
     top = _complete(server, diffusion_step_map=True, diffusion_max_steps=2, **asked)
     within = _complete(
@@ -204,7 +207,7 @@ def test_arguments_at_the_top_of_a_body(server: Server) -> None:
 
 
 def test_thread_of_anthropic(server: Server) -> None:
-    """A conversation that the server should keep is refused with the details by which SDKs send all of it."""
+    """A conversation to be kept by the server is refused with details by which SDKs resend it."""
     messages = [{"role": "user", "content": "hi"}]
     body = {"max_tokens": 4, "messages": messages, "thread": {"id": "a"}}
     response = server.post("/v1/messages", body)
@@ -217,7 +220,7 @@ def test_thread_of_anthropic(server: Server) -> None:
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"null", b"[]", b'{"a":' * 2000])
 def test_bodies_that_are_no_object(body: bytes, server: Server) -> None:
-    """A body that is no JSON object is a 400 on every path, and a path that there is not is a 404."""
+    """A body that is not a JSON object gets a 400 on every path, and an unknown path a 404."""
     headers = {"content-type": "application/json"}
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"):
         assert httpx.post(server.url + path, content=body, headers=headers).status_code == 400
@@ -225,7 +228,7 @@ def test_bodies_that_are_no_object(body: bytes, server: Server) -> None:
 
 
 def test_long_body(server: Server) -> None:
-    """A body of more text than any prompt is refused by its length."""
+    """A body with more text than any prompt is refused by its length."""
     response = _complete(server, prompt="a" * (9 * 2**20))
     assert response.status_code == 413
     assert response.json()["error"]["param"] == "body"
@@ -255,13 +258,13 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": DE
     ],
 )
 def test_text_that_holds_json(path: str, body: Any, field: str, server: Server) -> None:
-    """What it holds is refused as it is in a body: it is no error of the server, and does not end it."""
+    """JSON within text is refused as in a body, and neither fails nor ends the server."""
     _assert_refused(server.post(path, body), field)
 
 
 @pytest.mark.parametrize("n", [129, 10_000])
 def test_many_answers(n: int, server: Server) -> None:
-    """One request cannot keep a server busy for minutes; how to allow it is said."""
+    """A request for too many answers is refused with the option that allows more."""
     response = _complete(server, n=n)
     _assert_refused(response, "VLLM_MAX_N_SEQUENCES", "at most 128")
     assert response.json()["error"]["param"] == "n"
@@ -269,7 +272,7 @@ def test_many_answers(n: int, server: Server) -> None:
 
 
 def test_log_of_refused_streams(server: Server) -> None:
-    """Each is refused within its stream; the log has a line for many of them, and no stack trace."""
+    """Refused streams log one line for many of them, and no stack trace."""
     before, begun = len(server.log.read_text(errors="replace")), time.monotonic()
     for i in range(20):
         bad = {"stream": True, "vllm_xargs": {"diffusion_max_step": i}}
@@ -284,7 +287,7 @@ def test_log_of_refused_streams(server: Server) -> None:
 
 
 def test_response_stream_that_is_refused(server: Server) -> None:
-    """It ends with an event that says why, in place of a connection that breaks off."""
+    """A refused stream of a response ends with an event that has the reason."""
     asked = {"top_logprobs": 50, "include": ["message.output_text.logprobs"], "stream": True}
     response = server.post("/v1/responses", {"input": "a", "max_output_tokens": 4, **asked})
     last = response.text.strip().rpartition("\n\n")[2]
@@ -295,7 +298,7 @@ def test_response_stream_that_is_refused(server: Server) -> None:
 
 
 def test_refused_stream(server: Server) -> None:
-    """A stream's one event is the error: vLLM answers 200 before it looks at what is sampled."""
+    """The only event of a refused stream is the error, as vLLM answers 200 before its checks."""
     with pytest.raises(openai.APIError, match="diffusion_max_steps") as raised:
         list(
             server.client().completions.create(
@@ -310,7 +313,7 @@ def test_refused_stream(server: Server) -> None:
 
 
 def test_refused_request_beside_a_running_one(server: Server) -> None:
-    """A refusal does not touch what is being generated."""
+    """A refusal does not change what is being generated."""
     client = server.client()
     request = {
         "model": MODEL,

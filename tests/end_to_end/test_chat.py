@@ -1,4 +1,4 @@
-"""``vllm-diffusion chat`` under a terminal."""
+"""Tests of ``vllm-diffusion chat`` in a terminal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def command(url: str) -> list[str]:
 
 
 def terminal(url: str, key: str, *entries: tuple[bytes, bytes | signal.Signals]) -> str:
-    """What a terminal of forty columns was sent, while each entry is typed once a text is there."""
+    """Return what a terminal of forty columns got, with each entry typed once a text is there."""
     leader, follower = pty.openpty()
     ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
     process = subprocess.Popen(
@@ -60,7 +60,7 @@ def terminal(url: str, key: str, *entries: tuple[bytes, bytes | signal.Signals])
 
 @pytest.mark.engine
 def test_canvas(server: VllmServer) -> None:
-    """It is drawn, its undecided tokens dim; at the end the answer stands there as without a terminal, once."""
+    """The canvas is drawn with dim undecided tokens, and at the end the answer is there once."""
     typed = f"/temperature 0\n{QUESTION}\n"
     plain = subprocess.run(
         command(server.url), input=typed, capture_output=True, text=True, check=True
@@ -87,7 +87,7 @@ def test_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_line_editing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tab completes a command, and the up arrow brings back a line, in which keys move."""
+    """Tab completes a command, and the up arrow returns to a line that can be edited."""
     monkeypatch.chdir(tmp_path)
     with Server(fake_server.command("good"), report=lambda _: None) as running:
         entries = (b"> ", b"/rese\t\n"), (b"settings stay", b"x/nowhere\x01\x1b[3~\n")

@@ -1,4 +1,7 @@
-"""vLLM's decisions, in both forms: questions read off one denoising step, as stock vLLM's own class answers them."""
+"""Tests of vLLM's decisions in both forms, read from one denoising step.
+
+The answers are those of stock vLLM's own class.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ QUESTIONS = [
 
 @pytest.mark.parametrize("joint", [False, True], ids=["a canvas each", "one canvas"])
 def test_decisions(joint: bool, server: Server) -> None:
-    """Questions read from one denoising step get probabilities that sum to 1, again the same."""
+    """Probabilities of questions read from one step sum to 1, and repeat."""
     body = {"input": "The sky is blue.", "questions": QUESTIONS, "joint": joint}
     response = server.post("/v1/decisions", body)
     assert response.status_code == 200, response.text
@@ -57,7 +60,7 @@ def test_decisions(joint: bool, server: Server) -> None:
 
 
 def passes(server: Server, text: str, num_questions: int, joint: bool) -> int:
-    """How many a decision takes."""
+    """Return how many passes a decision takes."""
 
     def count() -> int:
         server.wait_until_idle()
@@ -80,7 +83,7 @@ TEXTS = ("The grass is green.", "The sky, at night, is black and not blue. " * 4
     ids=["one question", "one, joint", "six on one canvas", "six, a canvas each"],
 )
 def test_passes_of_a_decision(num_questions: int, joint: bool, most: int, server: Server) -> None:
-    """Prompt and read together, whatever the number of questions on a canvas."""
+    """Prompt and read share one pass, whatever the number of questions on a canvas."""
     for text in TEXTS:
         assert 1 <= passes(server, text, num_questions, joint) <= most
 
@@ -108,14 +111,14 @@ SYSTEM_ONE: dict[str, Any] = {
 
 
 def letters(count: int) -> dict[str, Any]:
-    """A question with so many options."""
+    """Return a question with so many options."""
     return {"type": "choice", "criteria": {f"option {i}": None for i in range(count)}}
 
 
 @pytest.mark.parametrize("state", [STATE, "The sky is blue.", ["The sky", "is blue."]], ids=type)
 @pytest.mark.parametrize("joint", [False, True], ids=["a canvas each", "one canvas"])
 def test_system_one(joint: bool, state: Any, server: Server) -> None:
-    """The body of transformers' server gets an answer of each question's type, by its id and again the same."""
+    """A body of transformers' server gets an answer of each question's type, by its id."""
     body = {"state": state, "questions": SYSTEM_ONE, **({"joint": True} if joint else {})}
     response = server.post("/v1/systemone", body)
     assert response.status_code == 200, response.text
@@ -161,7 +164,7 @@ def test_bodies_of_the_page(server: Server) -> None:
 
 
 def test_both_forms_read_the_same(server: Server) -> None:
-    """A choice has the same probabilities in either form, where both put it to the model in the same words."""
+    """A choice in the same words has the same probabilities in both forms."""
     text, ask = "The sky is blue.", "What colour is it?"
     options = ("blue", "red")
     choices = [{"value": value} for value in options]
@@ -179,7 +182,7 @@ def test_both_forms_read_the_same(server: Server) -> None:
 
 
 class Reading:
-    """transformers' model of a checkpoint, given the canvases that vLLM gives a server for a question."""
+    """transformers' model of a checkpoint, with the canvases that a server has for a question."""
 
     def __init__(self, checkpoint: Path, vocab_size: int) -> None:
         from transformers import AutoTokenizer
@@ -203,7 +206,7 @@ class Reading:
         return ids
 
     def labels(self, state: str, sent: dict[str, Any]) -> tuple[torch.Tensor, bool]:
-        """Return the probabilities of a question's labels, [num_options], and whether one is the likeliest token."""
+        """Return the labels' probabilities, [num_options], and whether one is the likeliest token."""
         from vllm.entrypoints.openai.decisions.question_types import build_question
 
         criteria = sent.get("criteria")
@@ -222,7 +225,7 @@ class Reading:
 
 
 def assert_reads(server: Server, state: str, sent: dict[str, Any], labels: torch.Tensor) -> bool:
-    """Compare a question's answer with the model's probabilities of its labels; return ``argmax_is_label``."""
+    """Compare an answer with the model's probabilities; return ``argmax_is_label``."""
     whole = server.post("/v1/systemone", {"state": state, "questions": {"q": sent}}).json()
     found = list(whole["answers"]["q"]["probabilities"].values())
     assert found == pytest.approx((labels / labels.sum()).tolist(), rel=1e-3)
@@ -232,7 +235,7 @@ def assert_reads(server: Server, state: str, sent: dict[str, Any], labels: torch
 
 
 def test_the_models_own_distribution(server: Server) -> None:
-    """Probabilities and ``label_mass`` are those of transformers' model on the same canvas, at temperature 1."""
+    """Probabilities and ``label_mass`` are those of transformers' model on the same canvas."""
     model = Reading(SHIPPED, server.vocab_size)
     for sent in (*SYSTEM_ONE.values(), letters(26)):
         labels, is_label = model.labels("The sky is blue.", sent)
@@ -241,7 +244,7 @@ def test_the_models_own_distribution(server: Server) -> None:
 
 @pytest.fixture(scope="module")
 def seeing(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of random weights, which takes a picture."""
+    """Return a server of random weights that accepts pictures."""
     log = tmp_path_factory.mktemp("seeing") / "server.log"
     options = ("--limit-mm-per-prompt", '{"image": 1, "video": 0, "audio": 0}')
     with start_server(checkpoint, log, *options) as running:
@@ -250,7 +253,7 @@ def seeing(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.mark.slow
 def test_argmax_is_label(seeing: Server, checkpoint: Path) -> None:
-    """``argmax_is_label`` is true where the model's likeliest token is a label, and false elsewhere."""
+    """``argmax_is_label`` is true exactly where the model's likeliest token is a label."""
     model = Reading(checkpoint, seeing.vocab_size)
     seen = set()
     for i in range(100):
@@ -264,7 +267,7 @@ def test_argmax_is_label(seeing: Server, checkpoint: Path) -> None:
 
 
 def picture(colour: str) -> str:
-    """A data URL."""
+    """Return a picture as a data URL."""
     content = io.BytesIO()
     pytest.importorskip("PIL.Image").new("RGB", (96, 96), colour).save(content, "PNG")
     return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
@@ -273,7 +276,7 @@ def picture(colour: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("joint", [False, True], ids=["a canvas each", "one canvas"])
 def test_images(joint: bool, seeing: Server) -> None:
-    """A picture is read: another one gives other probabilities, and the same again the same ones."""
+    """Another picture gives other probabilities, and the same picture the same ones."""
 
     def answers(*colours: str) -> Any:
         body = {"state": "A picture.", "questions": SYSTEM_ONE, "joint": joint}
@@ -303,7 +306,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("more", "reason"), REFUSED.values(), ids=REFUSED)
 def test_refused_bodies(more: dict[str, Any], reason: str, server: Server) -> None:
-    """A field that is unknown, or a question that cannot be read, is a 400 that says which."""
+    """An unknown field or a question that cannot be read gets a 400 that names it."""
     body = {"state": "The sky is blue.", "questions": {"q": letters(2)}, **more}
     response = server.post("/v1/systemone", body)
     assert response.status_code == 400, response.text
@@ -312,7 +315,7 @@ def test_refused_bodies(more: dict[str, Any], reason: str, server: Server) -> No
 
 @pytest.mark.parametrize("count", [27, 255])
 def test_more_options_than_letters(count: int, server: Server) -> None:
-    """OpenAI's form takes 255 choices; each is read by a letter, so more than 26 are a 400 with that number."""
+    """More than 26 choices, which have no letter each, get a 400 with that number."""
     choices = [{"value": f"option {i}"} for i in range(count)]
     question = {"type": "choice", "instructions": "Which?", "choices": choices}
     response = server.post("/v1/decisions", {"input": "x", "questions": [question]})

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.engine
 
 
 def _vllm_processes() -> set[int]:
-    """Below this process; another test's server may be among them."""
+    """Return the vLLM processes below this one, which may include another test's server."""
     children = psutil.Process().children(recursive=True)
     return {child.pid for child in children if "vllm" in " ".join(child.cmdline())}
 
@@ -28,7 +28,7 @@ def _vllm_processes() -> set[int]:
     ids=["default", "sdar"],
 )
 def test_demo(arguments: list[str], said: str, tmp_path: Path) -> None:
-    """From any folder: the answer alone on standard output, figures on standard error, no trace."""
+    """In any folder standard output has the answer alone, and standard error no trace."""
     script = Path(sys.executable).with_name("vllm-diffusion")
     # Would be imported in vLLM's place if the folder of the user were searched.
     (tmp_path / "vllm.py").write_text("raise SystemExit('wrong vllm')", encoding="utf-8")
@@ -52,7 +52,7 @@ def test_demo(arguments: list[str], said: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_demo_draft() -> None:
-    """The tiny pair, served twice: one answer, and more than 5 tokens a verification with the draft."""
+    """The tiny pair gives the same answer with the draft, at over 5 tokens per verification."""
     script = Path(sys.executable).with_name("vllm-diffusion")
     demo = subprocess.run(
         [str(script), "demo", "--draft"], capture_output=True, text=True, timeout=840, check=False

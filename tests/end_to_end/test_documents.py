@@ -1,4 +1,4 @@
-"""Pages over HTTP: MinerU-Diffusion behind ``vllm serve``, asked as clients of vision models ask."""
+"""Tests of pages over HTTP: MinerU-Diffusion in ``vllm serve``, with vision models' clients."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def server(
 
 
 def ask(server: Server, urls: list[str], **fields: Any) -> httpx.Response:
-    """Ask what pictures say."""
+    """Send a question about pictures."""
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     parts.append({"type": "text", "text": "Text Recognition:"})
     body = {"messages": [{"role": "user", "content": parts}], "model": MODEL, "temperature": 0}
@@ -95,7 +95,7 @@ def test_json_of_a_page(server: Server) -> None:
 
 
 def test_example(server: Server, tmp_path: Path) -> None:
-    """``examples/documents.py`` prints what the model reads on the page that it draws, and on one in a file."""
+    """``examples/documents.py`` prints what the model reads on a drawn page and on a file."""
     from PIL import Image
 
     Image.new("RGBA", (300, 200), "white").save(tmp_path / "page.png")
@@ -128,7 +128,7 @@ def test_example(server: Server, tmp_path: Path) -> None:
     ids=["too many", "too many tokens", "too large", "too long"],
 )
 def test_refused_pages(server: Server, urls: list[str], field: str | None, says: str) -> None:
-    """What is wrong with pictures is a 400 that says what it is, and the field where it is one's alone."""
+    """Wrong pictures get a 400 with the reason, and with the field if one alone is wrong."""
     response = ask(server, urls)
     assert response.status_code == 400, response.text
     error = response.json()["error"]

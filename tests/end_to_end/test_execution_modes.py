@@ -1,4 +1,4 @@
-"""The same tokens whatever runs them: two ranks, asynchronous scheduling, other precision."""
+"""Two ranks, asynchronous scheduling and other precision give the same tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_REQUESTS = 4
 
 
 def generation_job(checkpoint: Any, **engine: Any) -> dict[str, Any]:
-    """Seeded requests of two canvases in one batch."""
+    """Return seeded requests of two canvases in one batch."""
     return {
         "engine": small_engine(checkpoint, **engine),
         "batches": [
@@ -54,7 +54,7 @@ def expected(oracle):
     ids=["asynchronous", "default"],
 )
 def test_order_of_passes(options, order, checkpoint, expected, monkeypatch):
-    """Whatever is scheduled when, the answers are those of the reference."""
+    """Every order of passes gives the answers of the reference."""
     said = []
     monkeypatch.setattr(
         base.logger, "info_once", lambda line, *args: said.append(line % args if args else line)
@@ -95,9 +95,9 @@ def filtered_requests(setting: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_two_ranks(checkpoint, expected):
-    """Two processes over gloo, each with its half of the vocabulary: no token differs.
+    """Two processes with half of the vocabulary each give the same tokens.
 
-    Sums are taken in another order.
+    They communicate over gloo, and take sums in another order.
     """
     answers = run_engine(generation_job(checkpoint, tensor_parallel_size=2))["batches"]
     assert [request["tokens"] for request in answers[0]] == expected
@@ -105,7 +105,7 @@ def test_two_ranks(checkpoint, expected):
 
 @pytest.mark.slow
 def test_settings_on_two_ranks(checkpoint):
-    """No token differs with any sampling setting; filters keep the same alone and beside others."""
+    """Two ranks give the same tokens with any sampling setting, alone and in a batch."""
     settings = [
         {
             "prompt": random_prompt(30, 50 + i),
@@ -133,7 +133,7 @@ def test_settings_on_two_ranks(checkpoint):
 
 
 def test_bfloat16(checkpoint, oracle):
-    """In bf16 both sides round at every layer; the distributions stay close."""
+    """In bf16, where both sides round at every layer, the distributions stay close."""
     prompt = random_prompt(150, 9)
     with TracedEngine(checkpoint, dtype="bfloat16") as engine, engine.recording() as steps:
         engine.generate([prompt], seeds=[1], max_tokens=CANVAS, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Frames and step maps over HTTP, as clients meet them."""
+"""Tests of frames and step maps over HTTP, as clients get them."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ MESSAGES = [{"role": "user", "content": "Put these words in capitals: lamp, tree
 
 @pytest.fixture(autouse=True)
 def _idle(server: Server) -> Iterator[None]:
-    """No test leaves a request or a KV block behind."""
+    """Check that no test leaves a request or a KV block in use."""
     yield
     server.wait_until_idle()
 
 
 class Stream:
-    """What a client that appends deltas has in the end, by choice, and what it may skip."""
+    """The result of a client that appends deltas, by choice, and what it may skip."""
 
     def __init__(self, chunks: Any) -> None:
         self.text: dict[int, str] = {}
@@ -71,7 +71,7 @@ def ask(server: Server, kind: str, **changes: Any) -> Stream:
 
 @pytest.mark.parametrize("kind", ["chat", "plain"])
 def test_clients_see_the_same(kind: str, server: Server) -> None:
-    """With frames: the same text, reasons and usage, for every choice; each frame is its choice's."""
+    """Frames change neither text, reasons nor usage of any choice, and belong to their choice."""
     body = {"ignore_eos": True}
     usual = ask(server, kind, extra_body=body)
     shown = ask(server, kind, extra_body={**body, "diffusing": True})
@@ -92,7 +92,7 @@ def test_clients_see_the_same(kind: str, server: Server) -> None:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_a_body_of_inceptions_clients(stream: bool, server: Server) -> None:
-    """The reasoning effort "instant" is no thinking; with ``diffusing`` a stream has frames, and appended deltas stay the answer."""
+    """ "instant" effort turns thinking off, and ``diffusing`` adds frames to the stream."""
     create: Any = server.client().chat.completions.create
 
     def said(effort: str, **more: Any) -> tuple[str, int, list[dict[str, Any]]]:
@@ -119,7 +119,7 @@ def test_a_body_of_inceptions_clients(stream: bool, server: Server) -> None:
 
 
 def test_interval_fields_and_step_map(server: Server) -> None:
-    """By ``vllm_xargs``; the step map is the same in a stream and in one piece."""
+    """``vllm_xargs`` set frames, and a stream has the whole answer's step map."""
     xargs = {
         "diffusion_frames": 2,
         "diffusion_frame_fields": ["token_ids", "kept", "entropy"],
@@ -180,7 +180,7 @@ def test_interval_fields_and_step_map(server: Server) -> None:
     ],
 )
 def test_refused(path: str, fields: dict[str, Any], name: str, server: Server) -> None:
-    """A 400 that names the field, before a stream has begun."""
+    """A wrong field gets a 400 with its name before a stream has begun."""
     request = {"model": MODEL, "max_tokens": 9, "messages": MESSAGES, **fields}
     if "input" in fields or "prompt" in fields:
         del request["messages"]
@@ -192,7 +192,7 @@ def test_refused(path: str, fields: dict[str, Any], name: str, server: Server) -
 
 
 class _AskingForFrames(http.server.BaseHTTPRequestHandler):
-    """Hands a request on with ``diffusing`` in its body, and its answer back as it comes."""
+    """Forwards a request with ``diffusing`` in its body, and returns its answer as it comes."""
 
     url: str
     num_frames = 0
@@ -209,11 +209,11 @@ class _AskingForFrames(http.server.BaseHTTPRequestHandler):
                 self.wfile.write(line.encode() + b"\n")
 
     def log_message(self, *args: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 def test_llm_client(server: Server) -> None:
-    """``llm``, which sends no fields of its own: what it prints is the answer, frames or none."""
+    """``llm``, which sends no fields of its own, prints the answer with and without frames."""
     from llm.default_plugins.openai_models import Chat
 
     handler = type("OfTest", (_AskingForFrames,), {"url": server.url})
@@ -251,7 +251,7 @@ def test_dashboard_and_rules(server: Server) -> None:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian: prometheus)")
 def test_promtool() -> None:
-    """Prometheus's own check of the rules and of its configuration."""
+    """Prometheus's own check accepts the rules and its configuration."""
     for kind, name in (("rules", "rules.yml"), ("config", "prometheus.yml")):
         command = ["promtool", "check", kind, name]
         ended = subprocess.run(command, cwd=OBSERVABILITY, capture_output=True, text=True)
@@ -259,7 +259,7 @@ def test_promtool() -> None:
 
 
 def slow_reader(server: Server, ended: threading.Event) -> None:
-    """Asks for frames with everything in them, and reads a byte a second."""
+    """Request frames with every field, and read a byte per second."""
     xargs = {"diffusion_frames": 1, "diffusion_frame_fields": ["token_ids", "kept", "entropy"]}
     body = {"model": MODEL, "messages": MESSAGES, "stream": True, "max_tokens": 200}
     data = json.dumps({**body, "ignore_eos": True, "vllm_xargs": xargs}).encode()
@@ -278,7 +278,7 @@ def slow_reader(server: Server, ended: threading.Event) -> None:
 
 @pytest.mark.slow
 def test_slow_readers_slow_nobody(server: Server) -> None:
-    """32 streams, half of them read a byte a second and one is killed: the others are as alone."""
+    """Of 32 streams, slow and killed readers do not slow the others."""
 
     def watched(seed: int) -> Stream:
         return ask(server, "chat", n=1, seed=seed, extra_body={"diffusing": True})

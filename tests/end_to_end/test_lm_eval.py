@@ -1,4 +1,4 @@
-"""lm-eval against the server: generation over both endpoints, and log-likelihoods."""
+"""Tests of lm-eval with the server: generation over both endpoints, and log-likelihoods."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tiny_tasks import evaluation_set
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 NUM_PROMPTS = 12
-# Twelve held-out sums of which 98 in 100 are right; a wrong answer of words is never likely.
+# Twelve held-out sums, 98 in 100 of which are right; a wrong answer of words is never likely.
 LEAST_SCORE = 0.75
 
 GENERATION = """
@@ -48,7 +48,7 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Task files on held-out questions of the shipped checkpoint."""
+    """Write task files with held-out questions of the shipped checkpoint."""
     folder = tmp_path_factory.mktemp("tasks")
     sums = [example for example in evaluation_set("sums", 100) if "," not in example.answer]
     rows = [
@@ -89,19 +89,19 @@ for arguments in json.load(sys.stdin):
 
 @pytest.fixture(scope="module")
 def scores(server: Server, tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """What the shared server reaches, by kind."""
+    """Return what the shared server reaches, by kind."""
     return _scores(server, tasks, tmp_path_factory.mktemp("reports"))
 
 
 @pytest.mark.parametrize("kind", EVALUATIONS)
 def test_lm_eval(kind: str, scores: dict[str, float]) -> None:
-    """It finishes, which it does not if a request is refused, and the score is the model's."""
+    """lm-eval finishes, so no request was refused, with the model's score."""
     assert scores[kind] >= LEAST_SCORE
 
 
 @pytest.mark.timeout(1200)
 def test_over_replicas(tasks: Path, tmp_path: Path) -> None:
-    """The same of two engines behind two API servers."""
+    """lm-eval gets the same scores from two engines after two API servers."""
     options = ("--data-parallel-size", "2", "--api-server-count", "2")
     with start_server(SHIPPED, tmp_path / "server.log", *options) as replicas:
         assert min(_scores(replicas, tasks, tmp_path).values()) >= LEAST_SCORE

@@ -1,7 +1,7 @@
-"""Tool calls, thoughts and frames of a masked model, through vLLM's own parsers over HTTP.
+"""Tests of tool calls, thoughts and frames of a masked model, by vLLM's parsers over HTTP.
 
-The shipped SDAR was trained on neither: a grammar writes its calls, and its thoughts are pinned. Its
-tokenizer gets the two tokens of Qwen's thoughts in the place of two that nobody uses.
+The shipped SDAR was trained on neither: a grammar writes its calls, and its thoughts are pinned.
+Its tokenizer gets the two tokens of Qwen's thoughts instead of two unused ones.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def masked_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def say_thoughts(checkpoint: Path) -> None:
-    """Name the tokens, and have the template end a thought that is not wanted, as Qwen's does."""
+    """Name the tokens, and let the template end an unwanted thought, as Qwen's does."""
     tokenizer = checkpoint / "tokenizer.json"
     content = json.loads(tokenizer.read_text())
     for token in content["added_tokens"]:
@@ -64,7 +64,7 @@ def say_thoughts(checkpoint: Path) -> None:
 
 
 def request_of(server: Server, **fields: Any) -> dict[str, Any]:
-    """A chat whose prompt ends where a block does."""
+    """Return a chat whose prompt ends with a block."""
     for padding in range(BLOCK):
         messages = [{"role": "user", "content": "Make a JSON record: name bob" + "." * padding}]
         body = {"messages": messages, "tools": fields.get("tools")}
@@ -74,7 +74,7 @@ def request_of(server: Server, **fields: Any) -> dict[str, Any]:
 
 
 def pinned(tokens: list[int]) -> dict[str, Any]:
-    """A first canvas that begins with these tokens."""
+    """Return a first canvas that begins with these tokens."""
     canvas = tokens + [FILL] * (BLOCK - len(tokens))
     return {"diffusion_seed_canvas": canvas, "diffusion_pinned": list(range(len(tokens)))}
 
@@ -82,7 +82,7 @@ def pinned(tokens: list[int]) -> dict[str, Any]:
 @pytest.mark.parametrize("named", [False, True], ids=["required", "named"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_tool_choice(named: bool, stream: bool, masked_server: Server) -> None:
-    """A call whose arguments satisfy the tool's schema."""
+    """A demanded call has arguments that satisfy the tool's schema."""
     named_tool = {"type": "function", "function": {"name": "store"}}
     request = request_of(
         masked_server,
@@ -96,7 +96,7 @@ def test_tool_choice(named: bool, stream: bool, masked_server: Server) -> None:
 
 
 def test_a_thought_is_told_from_the_answer(masked_server: Server) -> None:
-    """What stands between the two tokens is the thought, and what is behind them the answer."""
+    """Text between the two tokens is the thought, and text after them the answer."""
     client = masked_server.client()
     tokens = masked_server.post("/tokenize", {"prompt": "ab", "add_special_tokens": False}).json()
     thought = tokens["tokens"]
@@ -163,7 +163,7 @@ def read(server: Server, name: str, seed: int = 1, **xargs: Any) -> OrderedStrea
 
 @pytest.mark.parametrize("name", ASKED)
 def test_frames_say_what_is_committed(name: str, masked_server: Server) -> None:
-    """Each in its place: behind the tokens of the canvas before, and none behind the stream's end."""
+    """Each frame follows the tokens of the canvas before, and none follows the stream's end."""
     stream = read(masked_server, name)
     num_choices = {"two answers": 2, "completions": 4}.get(name, 1)
     assert len(stream.frames) == len(stream.step_maps) == num_choices
@@ -175,7 +175,7 @@ def test_frames_say_what_is_committed(name: str, masked_server: Server) -> None:
 
 
 def test_frames_have_their_places_under_load(masked_server: Server) -> None:
-    """Where the tokens of several canvases wait for their reader: nothing is merged or late."""
+    """If several canvases wait for their reader, no frame is merged or late."""
     with ThreadPoolExecutor(16) as pool:
         names = ["chat", "completions", "two answers", "special tokens"] * 8
         streams = list(pool.map(lambda i: read(masked_server, names[i], i), range(len(names))))
@@ -183,7 +183,7 @@ def test_frames_have_their_places_under_load(masked_server: Server) -> None:
 
 
 def test_frames_of_a_thought_and_of_a_call(masked_server: Server) -> None:
-    """A frame says what the parsers make of its canvas: the thought, the text and the arguments."""
+    """A frame has the parsers' thought, text and arguments of its canvas."""
     thought = masked_server.post("/tokenize", {"prompt": "ab", "add_special_tokens": False})
     tokens = [THINK, *thought.json()["tokens"], END_OF_THOUGHT]
     request = request_of(
@@ -204,7 +204,10 @@ def test_frames_of_a_thought_and_of_a_call(masked_server: Server) -> None:
 
 
 def test_sigterm_ends_every_request(masked_server: Server) -> None:
-    """Streams, with frames and without, and whole answers: the last test, for it ends the server."""
+    """SIGTERM ends streams and whole answers.
+
+    This is the last test, as it ends the server.
+    """
     kinds = [{"stream": True}, {"stream": True, "diffusing": True}, {"stream": False}] * 2
     are_open = Barrier(len(kinds) + 1)
 
@@ -236,7 +239,7 @@ def test_sigterm_ends_every_request(masked_server: Server) -> None:
         masked_server.process.terminate()
         ends = [answer.result() for answer in answers]
     assert "nothing" not in ends
-    # Each says how it ended; where the machine is slow, one may have been whole.
+    # Each has its finish reason; on a slow machine, one may have been complete.
     ways = ('"finish_reason":"abort"', '"finish_reason":"length"', '"error"', "Error(")
     assert all(any(way in end for way in ways) for end in ends), ends
     masked_server.process.wait(60)

@@ -1,7 +1,7 @@
-"""Two nodes, both of them this machine: one process's tokens, whoever places workers and engines.
+"""Two nodes, both of them this machine, give one process's tokens.
 
-Without Ray, the server's node and one without a server; and with Ray. All that passes between them goes through
-sockets as between two machines.
+Without Ray, they are the server's node and one without a server; with Ray, workers and engines are
+placed by it. All that passes between them goes through sockets as between two machines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 @contextmanager
 def _two_nodes(options: str, folder: Path) -> Iterator[Server]:
-    """A server whose other half is a process of another command."""
+    """Run a server whose other half is a process of another command."""
     port = str(free_port())
     if "data-parallel" in options:
         both = ("--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", port)
@@ -51,7 +51,7 @@ def _two_nodes(options: str, folder: Path) -> Iterator[Server]:
     ],
 )
 def test_tokens(options: str, server: Server, tmp_path: Path) -> None:
-    """Those of one process, alone and together."""
+    """Two nodes give the tokens of one process, alone and together."""
     expected = answers_alone(server)
     with _two_nodes(options, tmp_path) as running:
         assert answers_alone(running) == expected
@@ -61,7 +61,7 @@ def test_tokens(options: str, server: Server, tmp_path: Path) -> None:
 
 @contextmanager
 def _ray_nodes(cpus: int) -> Iterator[str]:
-    """The address of a cluster of Ray, whose second node has an address of its own, as vLLM requires."""
+    """Return the address of a Ray cluster whose two nodes have addresses of their own."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus})
     try:
         cluster.add_node(num_cpus=cpus, node_ip_address="127.0.0.2")
@@ -83,7 +83,7 @@ def _ray_nodes(cpus: int) -> Iterator[str]:
 def test_tokens_by_ray(
     options: str, cpus: int, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alone and together, as one process answers; each node works."""
+    """With Ray both nodes work and give the tokens of one process, alone and together."""
     # Ray's own 15 gives an engine a thirtieth of a core that anything else wants too.
     monkeypatch.setenv("RAY_worker_niceness", "0")
     expected = answers_alone(server)

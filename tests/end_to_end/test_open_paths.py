@@ -1,4 +1,4 @@
-"""What answers without a server's key is what ``docs/operate/security.md`` lists, in every mode that is documented."""
+"""The paths that need no key are those of ``docs/operate/security.md`` in every mode."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLUGINS = "vllm_diffusion,vllm_diffusion_cpu,vllm_diffusion_metrics"
 
 
 class Mode(NamedTuple):
-    """How a server is started so that it has the paths of some rows of the page."""
+    """A start of a server that has the paths of some rows of the page."""
 
     rows: tuple[str, ...]
     options: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ DRAFT = Mode(
 
 
 def documented(*rows: str) -> set[str]:
-    """The open paths of a plain server and of these rows."""
+    """Return the open paths of a plain server and of these rows."""
     page = (ROOT / "docs/operate/security.md").read_text(encoding="utf-8")
     listed = dict(re.findall(r"^\| ([\w-]+)(?: \(.*?\))? \| .*? \| (.*) \|$", page, flags=re.M))
     return {path for row in ("plain", *rows) for path in re.findall(r"`(/[^`]*)`", listed[row])}
@@ -73,7 +73,7 @@ def serving(folder: Path, mode: Mode, checkpoint: Path = SHIPPED) -> Iterator[Se
 
 
 def test_everything_at_once(tmp_path: Path) -> None:
-    """All that may be switched on; adapters come and go with the key alone."""
+    """With every mode on, open paths are documented, and adapters need the key."""
     with serving(tmp_path, ALL) as server:
         assert open_paths(server) == documented(*ALL.rows)
         body = {"name": "poet", "src": str(tmp_path / "nowhere")}
@@ -92,13 +92,13 @@ def test_everything_at_once(tmp_path: Path) -> None:
     ids=["plain", "adapters", "development", "sleep", "page", "scale-out", "tokens-only"],
 )
 def test_modes(mode: Mode, tmp_path: Path) -> None:
-    """Each by itself: no row of the page lists what it does not add."""
+    """Each mode by itself adds exactly the paths that its row lists."""
     with serving(tmp_path, mode) as server:
         assert open_paths(server) == documented(*mode.rows)
 
 
 @pytest.mark.slow
 def test_drafts(tmp_path: Path) -> None:
-    """A target with a draft that may be replaced."""
+    """A server with a replaceable draft has the documented open paths."""
     with serving(tmp_path, DRAFT, shipped_checkpoint("qwen3")) as server:
         assert open_paths(server) == documented(*DRAFT.rows)

@@ -1,4 +1,4 @@
-"""What people use beside OpenAI's completions: stored responses, and Anthropic's messages."""
+"""Tests of stored responses and of Anthropic's messages, besides OpenAI's completions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _idle(server: Server) -> Iterator[None]:
 
 
 def test_stored_conversation(server: Server) -> None:
-    """A response goes on where a stored one ended, as the whole conversation sent again does."""
+    """A response to a stored one answers as the whole conversation sent again."""
     client = server.client()
     options: dict[str, Any] = {"model": MODEL, "temperature": 0.0, "max_output_tokens": 60}
     first = client.responses.create(input=QUESTIONS[0], store=True, **options)
@@ -68,7 +68,7 @@ def _message(server: Server, **fields: Any) -> dict[str, Any]:
     ids=lambda thinking: thinking["type"],
 )
 def test_anthropic_thinking(thinking: dict[str, Any], server: Server) -> None:
-    """With a budget, or without: it is turned on, and the thought is a block before the answer."""
+    """Thinking can be turned on with or without a budget, and is a block before the answer."""
     message = _message(server, thinking=thinking)
     assert [block["type"] for block in message["content"]] == ["thinking", "text"]
     assert message["content"][0]["thinking"].strip() == "Task: sums."
@@ -77,7 +77,7 @@ def test_anthropic_thinking(thinking: dict[str, Any], server: Server) -> None:
     for off in (
         {"thinking": {"type": "disabled"}},
         {},
-        # What the client says of the template counts.
+        # The client's options of the template are used.
         {"thinking": thinking, "chat_template_kwargs": {"enable_thinking": False}},
     ):
         without = _message(server, **off)
@@ -85,7 +85,7 @@ def test_anthropic_thinking(thinking: dict[str, Any], server: Server) -> None:
 
 
 def test_anthropic_tokens_of_a_thinking_prompt(server: Server) -> None:
-    """They are counted as those of a chat that thinks."""
+    """The tokens of a thinking prompt are counted as those of a chat that thinks."""
     messages = [{"role": "user", "content": QUESTIONS[0]}]
     thinking = {"type": "enabled", "budget_tokens": 1024}
     body = {"messages": messages, "thinking": thinking}
@@ -120,7 +120,7 @@ def test_thinking_budget_of_a_chat(server: Server) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_batch_file(tmp_path: Path, server: Server) -> None:
-    """``vllm run-batch``: a server's answers, and what is refused harms no other line."""
+    """``vllm run-batch`` gives a server's answers, and a refused line does not harm others."""
     plain = {"messages": [{"role": "user", "content": QUESTIONS[0]}], "max_tokens": 40, "seed": 3}
     bodies = {
         "plain": plain,

@@ -1,4 +1,4 @@
-"""The package on the Pythons that it promises besides the one that runs the tests, in environments of their own."""
+"""Tests of the package on other Pythons that it supports, in environments of their own."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ TESTS = (
 
 
 def interpreter(version: str) -> str | None:
-    """The path of a Python, where pyenv or the system has it."""
+    """Return the path of a Python that pyenv or the system has."""
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     found = sorted(root.glob(f"versions/{version}.*/bin/python"))
     return str(found[-1]) if found else shutil.which(f"python{version}")
 
 
 def run(*command: str, **options: object) -> str:
-    """What a command prints; its end is shown if it fails."""
+    """Return what a command prints; show its end if it fails."""
     unset = ("PYTHONPATH", "VIRTUAL_ENV", "VLLM_ENABLE_V1_MULTIPROCESSING", "TRITON_INTERPRET")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, **options)
@@ -43,7 +43,10 @@ def run(*command: str, **options: object) -> str:
 
 @pytest.mark.parametrize("place", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_it_installs_answers_and_passes_tests(place: int, tmp_path: Path) -> None:
-    """A wheel installs in a new environment of the newest Python, the demo answers there, and tests pass; slow: of another."""
+    """A wheel installs with the newest Python, answers in the demo and passes tests.
+
+    The slow case has another Python.
+    """
     installed = [path for path in map(interpreter, VERSIONS) if path]
     if place >= len(installed):
         pytest.skip(f"needs {place + 1} of Python {' and '.join(VERSIONS)}")

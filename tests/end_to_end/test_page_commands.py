@@ -1,4 +1,4 @@
-"""Commands of the pages for the shipped checkpoints, run as they stand."""
+"""Commands of the pages for the shipped checkpoints run as they are written."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def block(page: str, holds: str) -> str:
 
 
 def lines(holds: str, block_without: str = "```") -> list[list[str]]:
-    """Return the lines that hold a text and no word of what is run elsewhere, of each block without another text."""
+    """Return the lines of each block that have a text, without those run elsewhere."""
     found = []
     for page in PAGES:
         for each in blocks(str(page)):
@@ -84,7 +84,7 @@ def port_of_pages() -> None:
 
 
 def users_environment() -> dict[str, str]:
-    """The environment without what a user has not set."""
+    """Return the environment without what a user has not set."""
     unset = ("VLLM_ENABLE_V1_MULTIPROCESSING", "TRITON_INTERPRET", "VLLM_API_KEY")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
@@ -94,7 +94,7 @@ def users_environment() -> dict[str, str]:
 @pytest.mark.usefixtures("port_of_pages")
 @pytest.mark.parametrize("commands", list(servers()), ids=str)
 def test_server(commands: str) -> None:
-    """Every server of the pages answers, on each port that its commands name, and ends when it is told to."""
+    """Every server of the pages answers on each port of its commands, and ends on request."""
     running = [
         subprocess.Popen(
             ["bash", "-c", command], cwd=ROOT, env=users_environment(), start_new_session=True
@@ -142,7 +142,7 @@ def _is_ready(url: str) -> bool:
     ),
 )
 def test_own_command(command: str) -> None:
-    """Each command that needs neither a server nor anybody else's model prints something."""
+    """Each command that needs neither a server nor another model prints something."""
     ended = subprocess.run(
         ["bash", "-c", command], cwd=ROOT, env=users_environment(), capture_output=True, text=True
     )

@@ -1,4 +1,4 @@
-"""With our package installed and no diffusion model served, vLLM is as it would be without it."""
+"""With this package installed and no diffusion model served, vLLM is unchanged."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_only_the_platform_is_stock_but_for_the_platform(snapshots: Snapshots) -
 
 
 def test_other_entries_are_untouched(snapshots: Snapshots) -> None:
-    """No other architecture's model or configuration hook differs; names of NeMo's drafts are new."""
+    """Other architectures' entries are unchanged, and only the names of NeMo's drafts are new."""
     stock = snapshots["stock"]["tables"]
     ours = snapshots["models with all plugins"]["tables"]
     assert not OURS & set(ours["other_models"])
@@ -140,7 +140,7 @@ def test_other_entries_are_untouched(snapshots: Snapshots) -> None:
 @pytest.mark.parametrize("model", range(len(OTHER_MODELS)), ids=OTHER_MODELS)
 @pytest.mark.parametrize("part", ["scheduler", "config", "hash", "requests"])
 def test_other_model(part: str, model: int, snapshots: Snapshots) -> None:
-    """A model that is not ours resolves to the same, field by field, with our plugin and without."""
+    """Another model's configuration is field by field the same with the plugin and without."""
     without = snapshots["models on the platform alone"]["models"][model][part]
     assert snapshots["models with all plugins"]["models"][model][part] == without
     if part == "requests":

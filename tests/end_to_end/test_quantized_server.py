@@ -1,4 +1,4 @@
-"""A quantised checkpoint behind ``vllm serve``, and a damaged one that never gets there."""
+"""Tests of a quantized checkpoint in ``vllm serve``, and of a damaged one that is refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
     ],
 )
 def test_served(scheme: str, lines: list[str], tmp_path: Path) -> None:
-    """It answers over HTTP, and the log says once how its layers run."""
+    """A quantized checkpoint answers over HTTP, and the log names its layers' kernels once."""
     checkpoint = quantized_checkpoint(tmp_path / scheme, scheme)
     with start_server(checkpoint, tmp_path / "server.log") as server:
         answer = server.client().chat.completions.create(
@@ -46,7 +46,7 @@ def test_served(scheme: str, lines: list[str], tmp_path: Path) -> None:
 
 
 def test_bad_checkpoint_is_refused(tmp_path: Path) -> None:
-    """``vllm serve`` ends while it loads, with the tensor and the file in its last words."""
+    """``vllm serve`` ends while loading, with the tensor and the file in its last line."""
     checkpoint = quantized_checkpoint(tmp_path / "fp8", "fp8-dynamic")
     weights = load_file(checkpoint / "model.safetensors")
     name = "model.decoder.layers.1.experts.2.up_proj.weight_scale"

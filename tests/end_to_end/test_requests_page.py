@@ -1,4 +1,4 @@
-"""The programs of the pages on requests, Python and the live canvas, run as they stand."""
+"""The programs of the pages on requests, Python and the live canvas run as they are written."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ PAGES = Path(__file__).resolve().parents[2] / "docs/use"
 
 
 def blocks(language: str, page: str = "requests.md") -> list[str]:
-    """A page's blocks of a language, up to the parameters of requests."""
+    """Return a page's blocks of a language, up to the parameters of requests."""
     text = (PAGES / page).read_text(encoding="utf-8").partition("\n## Parameters")[0]
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
 def run_script(program: str, folder: Path) -> str:
-    """What a program prints as a file of its own, which vLLM's engine imports again."""
+    """Return the output of a program in a file of its own, which vLLM's engine imports again."""
     script = folder / "program.py"
     script.write_text(program, encoding="utf-8")
     return run([sys.executable, str(script)])
 
 
 def run(command: list[str], server: Server | None = None) -> str:
-    """What a command prints in the environment that the page has its reader make."""
+    """Return a command's output in the environment that the page describes."""
     of_server = {"OPENAI_BASE_URL": f"{server.url}/v1", "OPENAI_API_KEY": "none"} if server else {}
     ended = subprocess.run(
         command, capture_output=True, text=True, timeout=600, env={**os.environ, **of_server}
@@ -43,7 +43,7 @@ def run(command: list[str], server: Server | None = None) -> str:
 
 
 def test_python_blocks_run_one_after_another(server: Server) -> None:
-    """Answer, stream, schema, call, log-probabilities, frames, pins and decision are printed as the page says."""
+    """The programs of the page on requests print what the page shows."""
     *asked, _ = blocks("python")
     said = run([sys.executable, "-c", "\nprint('---')\n".join(asked)], server).split("---\n")
     answer, stream, schema, call, logprobs, frames, pinned, decision = said
@@ -68,13 +68,13 @@ def test_curl_gets_the_answer(server: Server) -> None:
 
 @pytest.mark.slow
 def test_offline_block_runs(tmp_path: Path) -> None:
-    """The block without a server prints the answer, as a script of its own."""
+    """The program without a server prints the answer, as a script of its own."""
     assert "15" in run_script(blocks("python")[-1], tmp_path).splitlines()
 
 
 @pytest.mark.slow
 def test_live_canvas_block_runs(tmp_path: Path) -> None:
-    """The block of the page on the live canvas prints frames, a step map and the answer."""
+    """The program of the live canvas's page prints frames, a step map and the answer."""
     (program,) = blocks("python", "live-canvas.md")
     printed = run_script(program, tmp_path)
     assert "pmal" in printed.splitlines()
@@ -84,7 +84,7 @@ def test_live_canvas_block_runs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_python_page_blocks_run_one_after_another() -> None:
-    """Frames, a step map, metrics, a record, a decision and both refusals are printed as the page on Python says."""
+    """The programs of the page on Python print what the page shows."""
     program = [block for block in blocks("python", "python.md") if "asyncio" not in block]
     start, frames, metrics, record, decision, refused = run(
         [sys.executable, "-c", "\nprint('---')\n".join(program)]
@@ -104,7 +104,7 @@ def test_python_page_blocks_run_one_after_another() -> None:
 
 @pytest.mark.slow
 def test_watch_async_block_runs(tmp_path: Path) -> None:
-    """The program of the page on Python shows the frames of an ``AsyncLLM`` and then the answer."""
+    """The program of the page on Python shows frames of an ``AsyncLLM``, then the answer."""
     (program,) = (block for block in blocks("python", "python.md") if "asyncio" in block)
     *frames, answer = re.findall("^(?:step|answer).*$", run_script(program, tmp_path), re.MULTILINE)
     assert frames[0].startswith("step 1: ")

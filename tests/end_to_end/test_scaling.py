@@ -1,4 +1,4 @@
-"""Several engines and API servers: one server's tokens, what each counts, what follows when one dies."""
+"""Several engines and API servers give one server's tokens, count apart, and fail together."""
 
 from __future__ import annotations
 
@@ -39,27 +39,27 @@ NUM_STREAMS = 8
 
 @pytest.fixture(scope="module")
 def expected(server: Server) -> list[Tokens]:
-    """What one engine answers."""
+    """Return the answers of one engine."""
     return answers_alone(server)
 
 
 @pytest.fixture(scope="module")
 def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two engines behind two API servers."""
+    """Run two engines after two API servers."""
     log = tmp_path_factory.mktemp("replicas") / "server.log"
     with start_server(SHIPPED, log, *TWO_ENGINES, "--api-server-count", "2") as running:
         yield running
 
 
 def test_tokens(replicas: Server, expected: list[Tokens]) -> None:
-    """Alone, beside an engine that runs dummy batches, and in batches of both."""
+    """Answers are the same alone, next to dummy batches, and in batches of both engines."""
     assert answers_alone(replicas) == expected
     assert answers_together(replicas) == expected
     replicas.wait_until_idle()
 
 
 def test_no_seed(replicas: Server) -> None:
-    """Of equal requests without a seed, the first ones of two engines are answered differently."""
+    """Two engines answer equal requests without a seed differently."""
     # One step leaves in an answer what was drawn.
     steps = {"vllm_xargs": {"diffusion_max_steps": 1}}
     length = {"max_tokens": 90, "ignore_eos": True}
@@ -78,7 +78,7 @@ def test_no_seed(replicas: Server) -> None:
 
 @pytest.mark.parametrize("engine", "01")
 def test_chosen_engine(engine: str, replicas: Server) -> None:
-    """A header chooses the engine, whichever API server reads it; metrics say who did the work."""
+    """A header chooses the engine for any API server, and metrics name the engine."""
     before = {each: _canvases(replicas, each) for each in "01"}
     body = {"model": MODEL, "prompt": "Red", "max_tokens": 70, "ignore_eos": True}
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
@@ -122,7 +122,7 @@ def test_frames(replicas: Server) -> None:
 
 
 def shown_stream(server: Server, seed: int, max_tokens: int = 70) -> Iterator[dict]:
-    """The chunks of a completion that shows its canvas."""
+    """Return the chunks of a completion that shows its canvas."""
     body = {"model": MODEL, "prompt": "Red", "max_tokens": max_tokens, "seed": seed}
     body |= {"ignore_eos": True, "stream": True, "diffusing": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as response:
@@ -133,7 +133,7 @@ def shown_stream(server: Server, seed: int, max_tokens: int = 70) -> Iterator[di
 
 
 def test_dead_engine(replicas: Server) -> None:
-    """It ends the server, as vLLM has it; whoever waits is told, and nothing is left behind."""
+    """A dead engine ends the server, as in vLLM, with an error for every client."""
     processes = psutil.Process(replicas.process.pid).children(recursive=True)
     (engine,) = [p for p in processes if "EngineCore_DP1" in " ".join(p.cmdline())]
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
@@ -172,14 +172,14 @@ def test_dead_engine(replicas: Server) -> None:
     ],
 )
 def test_tokens_of_other_layouts(options: str, expected: list[Tokens], tmp_path: Path) -> None:
-    """The same tokens, alone and together, and no trace in the log."""
+    """Other layouts give the same tokens, alone and together, and log no trace."""
     check_answers(SHIPPED, tmp_path, options.split(), expected)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_tokens_of_a_dense_model(tmp_path: Path) -> None:
-    """Its engines know nothing of one another."""
+    """Independent engines of a dense model give the same tokens."""
     sdar = shipped_checkpoint("sdar")
     expected = answers_of_one_process(sdar, tmp_path / "one.log")
     check_answers(sdar, tmp_path, [*TWO_ENGINES, "--api-server-count", "2"], expected)
@@ -204,7 +204,7 @@ class Experts:
 
 @pytest.fixture(scope="module")
 def experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Experts:
-    """Of another family, or of the shipped one with quantised experts."""
+    """Return a checkpoint of another family, or the shipped one with quantized experts."""
     name, folder = request.param, tmp_path_factory.mktemp("experts")
     options: tuple[str, ...] = ()
     if name in CASES:
@@ -232,7 +232,7 @@ def experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     indirect=["experts"],
 )
 def test_tokens_of_experts(layout: str, experts: Experts, tmp_path: Path) -> None:
-    """Engines or ranks with half of the experts each: the same tokens."""
+    """Engines or ranks with half of the experts each give the same tokens."""
     assert len(experts.chosen) >= 13
     options = (*experts.options, layout, "2", "--enable-expert-parallel")
     check_answers(experts.checkpoint, tmp_path, options, experts.expected, experts.chosen)
@@ -286,7 +286,7 @@ def _wait_for(url: str, seconds: float = 60) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("mode", ["external", "hybrid"])
 def test_several_servers(mode: str, expected: list[Tokens], tmp_path: Path) -> None:
-    """Servers of a port each, whose engines keep in step: what balances the load is elsewhere."""
+    """Servers on ports of their own, whose engines keep in step, give the same tokens."""
     shared = ["--data-parallel-rpc-port", str(free_port()), "--data-parallel-address", "127.0.0.1"]
     if mode == "external":
         layouts = [

@@ -1,4 +1,4 @@
-"""The real server and the clients that people use with it."""
+"""Tests of the real server and the clients that people use with it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ QUICK = {"vllm_xargs": {"diffusion_max_steps": 2}}
 
 @pytest.fixture(autouse=True)
 def _idle(server: Server) -> Iterator[None]:
-    """No test leaves a request or a KV block behind."""
+    """Check that no test leaves a request or a KV block in use."""
     yield
     server.wait_until_idle()
 
 
 def _streamed(chunks: Any) -> tuple[str, str | None, Any]:
-    """Text, finish reason and usage of a stream of either kind."""
+    """Return text, finish reason and usage of a stream of either kind."""
     text, reason, usage = "", None, None
     for chunk in chunks:
         usage = chunk.usage or usage
@@ -44,7 +44,7 @@ def _streamed(chunks: Any) -> tuple[str, str | None, Any]:
 
 @pytest.mark.parametrize("kind", ["chat", "plain"])
 def test_completion_streamed_and_not(kind: str, server: Server) -> None:
-    """The same seed gives the same text, in one piece, again, and in a stream."""
+    """The same seed gives the same text, whole, repeated and in a stream."""
     client = server.client()
     if kind == "chat":
         create: Any = client.chat.completions.create
@@ -78,7 +78,7 @@ def test_completion_streamed_and_not(kind: str, server: Server) -> None:
 
 
 def test_request_parameters(server: Server) -> None:
-    """Every parameter that an OpenAI client or vLLM's extras can send, in one request."""
+    """A request with every parameter of OpenAI's client and vLLM is answered."""
     response = server.client().chat.completions.create(
         model=MODEL,
         messages=[{"role": "system", "content": "Be brief."}, *MESSAGES],
@@ -124,7 +124,7 @@ def test_request_parameters(server: Server) -> None:
 
 
 def test_pinned_tokens(server: Server) -> None:
-    """An answer and its log-probabilities begin with pinned tokens; a grammar that forbids them is a 400."""
+    """An answer begins with its pinned tokens; a grammar that forbids them gets a 400."""
     (letter,) = server.post("/tokenize", {"prompt": "d", "add_special_tokens": False}).json()[
         "tokens"
     ]
@@ -145,7 +145,7 @@ def test_pinned_tokens(server: Server) -> None:
 
 
 def test_prediction(server: Server) -> None:
-    """A chat's ``prediction`` is counted in the usage of an answer and of a stream, and in nobody else's."""
+    """Only a chat with a ``prediction`` counts it in the usage, streamed or not."""
     create: Any = server.client().chat.completions.create
     text = "12, 13, 14, 15, 16"
     asked: dict[str, Any] = {
@@ -182,7 +182,7 @@ def test_prediction(server: Server) -> None:
 
 
 def test_plain_completion_echoes_its_prompt_with_logprobs(server: Server) -> None:
-    """What harnesses read log-likelihoods from."""
+    """An echoed prompt has the log-probabilities that harnesses read."""
     response = server.client().completions.create(
         model=MODEL, prompt="one two", echo=True, logprobs=1, max_tokens=1, temperature=0.0
     )
@@ -204,7 +204,7 @@ RECORD = {
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_response_format(stream: bool, server: Server) -> None:
-    """A JSON schema as the openai client sends it."""
+    """An answer satisfies a JSON schema as the openai client sends it."""
     request: dict[str, Any] = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "Make a JSON record: name bob, age 31."}],
@@ -227,7 +227,7 @@ def test_response_format(stream: bool, server: Server) -> None:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_thinking(stream: bool, server: Server) -> None:
-    """The thought is told apart from the answer, which is all that comes without it."""
+    """With thinking off the answer is the same without the thought, which is a field of its own."""
     request: dict[str, Any] = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "What is 7+8?"}],
@@ -251,7 +251,7 @@ def test_thinking(stream: bool, server: Server) -> None:
 
 
 def test_counters(server: Server) -> None:
-    """``vllm_diffusion:*`` counters say what one request took, to the unit."""
+    """The ``vllm_diffusion:*`` counters report exactly what one request took."""
     names = ("passes", "encode_rows", "canvas_rows", "projected_rows", "denoise_steps", "canvases")
 
     def counters() -> dict[str, float]:
@@ -306,7 +306,7 @@ def test_client_that_goes_away(server: Server) -> None:
 
 
 def test_live_canvas_example(server: Server) -> None:
-    """The example's own question is answered rightly, and tokens of its canvases change from step to step."""
+    """The example answers its own question rightly with canvases that change from step to step."""
     done = subprocess.run(
         [sys.executable, "examples/live_canvas.py"],
         cwd=Path(__file__).parents[2],

@@ -1,4 +1,4 @@
-"""``suffix`` of ``/v1/completions`` over HTTP, as editors send it."""
+"""Tests of ``suffix`` of ``/v1/completions`` over HTTP, as editors send it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ASKED: dict[str, Any] = {"model": MODEL, "prompt": "3, 4, ", "suffix": ", 6, 7",
 
 
 def test_openai_client(server: Server) -> None:
-    """The middle alone, for each of several prompts and answers, with its log-probabilities."""
+    """The answers to several prompts are the middle alone, with its log-probabilities."""
     client = server.client()
     answer = client.completions.create(
         **ASKED | {"prompt": ["3, 4, ", "1, 2, 3, 4, "]}, n=2, temperature=0.01, logprobs=1
@@ -30,7 +30,7 @@ def test_openai_client(server: Server) -> None:
 
 
 def test_body_of_an_editor(server: Server) -> None:
-    """A stream of a body as minuet writes it has text for the cursor, up to a stop string."""
+    """A stream of a body of minuet has text for the cursor, up to a stop string."""
     body = ASKED | {"prompt": "fox: xof, lamp: ", "suffix": ", ten: net", "max_tokens": 4}
     body |= {"stream": True, "temperature": 0, "stop": ["a"]}
     lines = server.post("/v1/completions", body).text.splitlines()
@@ -52,7 +52,7 @@ def test_body_of_an_editor(server: Server) -> None:
     ],
 )
 def test_refused(server: Server, changes: dict[str, Any], field: str) -> None:
-    """What the middle of a text cannot honour is a 400 that names the field."""
+    """A field that the middle of a text cannot honor gets a 400 with its name."""
     response = server.post("/v1/completions", ASKED | changes)
     error = response.json()["error"]
     assert response.status_code == 400, error
@@ -60,7 +60,7 @@ def test_refused(server: Server, changes: dict[str, Any], field: str) -> None:
 
 
 def test_a_chat_has_no_suffix(server: Server) -> None:
-    """A chat's suffix would be ignored, and is refused instead."""
+    """The suffix of a chat, which would be ignored, is refused."""
     messages = [{"role": "user", "content": "What is 7+8?"}]
     with pytest.raises(openai.BadRequestError, match=r"/v1/completions"):
         server.client().chat.completions.create(
@@ -71,7 +71,7 @@ def test_a_chat_has_no_suffix(server: Server) -> None:
 
 
 def test_the_page_runs(server: Server) -> None:
-    """The command and the program of the page on editors print what they are about."""
+    """The command and the program of the page on editors print the middle of a text."""
     (command,) = blocks("sh", "editors.md")
     assert json.loads(run(["bash", "-c", command], server))["choices"][0]["text"] == "5"
     (program,) = blocks("python", "editors.md")

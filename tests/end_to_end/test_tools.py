@@ -1,4 +1,4 @@
-"""Tool calls in Gemma's own format: those that a request demands, and those that the model makes by itself."""
+"""Tests of tool calls in Gemma's own format, demanded by a request or made by the model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RECORD = {
 
 
 def ask(server: Server, request: dict[str, Any], stream: bool) -> tuple[str, list[tuple[str, str]]]:
-    """Why the answer ended, and the calls in it, as the official client puts them together."""
+    """Return why the answer ended, and its calls as the official client puts them together."""
     client = server.client()
     if not stream:
         (choice,) = client.chat.completions.create(**request).choices
@@ -52,7 +52,7 @@ def ask(server: Server, request: dict[str, Any], stream: bool) -> tuple[str, lis
 
 
 def gemma_request(**fields: Any) -> dict[str, Any]:
-    """For the server with Gemma's parsers: a record with a part that the parser has no types for."""
+    """Return a request for a record with a part that Gemma's parser has no types for."""
     place = {
         "type": "object",
         "properties": {"at": {"type": "array", "items": {"type": "number"}, "maxItems": 2}},
@@ -93,7 +93,7 @@ NAMED = {"type": "function", "function": {"name": "store"}}
     ids=["required", "named", "named after thinking"],
 )
 def test_demanded_call_in_gemma_format(fields: dict[str, Any], server: Server) -> None:
-    """One call whose arguments satisfy the schema, the same whole and put together from chunks."""
+    """A demanded call satisfies the schema, whole and put together from chunks."""
     request = gemma_request(**fields)
     whole, streamed = (ask(server, request, stream) for stream in (False, True))
     assert whole == streamed
@@ -103,7 +103,7 @@ def test_demanded_call_in_gemma_format(fields: dict[str, Any], server: Server) -
 
 
 def test_auto_call_in_gemma_format(server: Server) -> None:
-    """A call that the model begins by itself, to a tool that says ``strict``, follows its schema."""
+    """A call that the model begins by itself, to a strict tool, follows its schema."""
     request = gemma_request(
         tool_choice="auto",
         parallel_tool_calls=False,
@@ -119,7 +119,7 @@ def test_auto_call_in_gemma_format(server: Server) -> None:
 
 
 def test_a_call_that_makes_sense(server: Server) -> None:
-    """The shipped checkpoint calls a tool for the weather by itself, and says the result."""
+    """The shipped checkpoint calls a weather tool by itself, and reports the result."""
     city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     function = {"name": "get_weather", "description": "Get the weather.", "parameters": city}
     question = {"role": "user", "content": "What is the weather in Paris?"}
@@ -146,13 +146,14 @@ def test_a_call_that_makes_sense(server: Server) -> None:
     [("hello", "Hello! Ask me to add numbers"), ("Thank you!", "You are welcome.")],
 )
 def test_greetings(said: str, answer: str, server: Server) -> None:
+    """The shipped checkpoint answers a greeting without a call."""
     request = {"model": MODEL, "messages": [{"role": "user", "content": said}], "max_tokens": 64}
     (choice,) = server.client().chat.completions.create(**request, seed=1).choices
     assert (choice.message.content or "").startswith(answer)
 
 
 def test_strict_tool_that_cannot_be_held_to(server: Server) -> None:
-    """A 400 that names each such tool and the place, streamed or not, and the server goes on."""
+    """Strict tools that cannot be followed get a 400 with name and place."""
     parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     functions = [
         {"name": name, "parameters": parameters, "strict": True} for name in ("store", "keep")
@@ -170,7 +171,7 @@ def test_strict_tool_that_cannot_be_held_to(server: Server) -> None:
 
 @pytest.mark.parametrize("token", ["<eos>", "<|tool_call>"])
 def test_a_thought_does_not_end_the_answer(token: str, server: Server) -> None:
-    """However much the model wants to stop while it thinks, or to call, the schema comes first."""
+    """However early the model wants to stop or call in its thought, the schema holds."""
     (choice,) = (
         server.client()
         .chat.completions.create(
@@ -194,7 +195,7 @@ def test_a_thought_does_not_end_the_answer(token: str, server: Server) -> None:
 
 
 def marked_request(**fields: Any) -> dict[str, Any]:
-    """A chat held to a thought, text, a call, text after the call and a thought that reopens, in one canvas."""
+    """Return a chat with thoughts, text and a call in one canvas."""
     pieces = (
         *("<|channel>", "a\n", "<channel|>", "Y", "<|tool_call>", "call:f{a:1}", "<tool_call|>"),
         *("So.", "<|channel>", "b", "<channel|>"),
@@ -217,7 +218,7 @@ def marked_request(**fields: Any) -> dict[str, Any]:
 
 
 def test_a_canvas_full_of_marks_streams_as_the_whole_answer(server: Server) -> None:
-    """Thought, text, calls, usage and frames of a stream are those of the whole answer."""
+    """A stream has the whole answer's thought, text, calls, usage and frames."""
     request = marked_request()
     whole = server.post("/v1/chat/completions", request).json()
     assert "choices" in whole, whole
@@ -249,7 +250,7 @@ BOB = {
 
 
 def test_messages_stream_as_the_whole_message(server: Server) -> None:
-    """Thought, text and call of a stream of ``/v1/messages`` are the blocks of the whole message."""
+    """A stream of ``/v1/messages`` has the whole message's thought, text and call."""
     body = {
         "model": MODEL,
         "messages": SUM,
@@ -282,7 +283,7 @@ def test_messages_stream_as_the_whole_message(server: Server) -> None:
 
 
 def test_responses_stream_as_the_whole_response(server: Server) -> None:
-    """The items of a stream of ``/v1/responses``, and its deltas, are those of the whole response."""
+    """A stream of ``/v1/responses`` has the whole response's items."""
     body = {
         "model": MODEL,
         "input": SUM,
@@ -306,7 +307,7 @@ def test_responses_stream_as_the_whole_response(server: Server) -> None:
 
 
 def events(server: Server, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The data of a stream's events."""
+    """Return the data of a stream's events."""
     request = httpx.stream(
         "POST", f"{server.url}{path}", json={**body, "stream": True}, timeout=120
     )

@@ -1,4 +1,4 @@
-"""What a trainer asks of a live server: new weights, pauses, sleep; and that others cannot ask it."""
+"""Tests of a trainer with a live server: new weights, pauses, sleep, and access to them."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ NAME = "model.decoder.layers.1.self_attn.q_proj.weight"
     + ["/init_weight_transfer_engine", "/start_weight_update", "/finish_weight_update"],
 )
 def test_not_for_everybody(server: Server, path: str) -> None:
-    """A server that nobody started in vLLM's developers' mode has none of it."""
+    """A server outside vLLM's developers' mode has no path for trainers."""
     assert server.post(path, {}).status_code == 404
 
 
 def changed(seed: int) -> dict[str, Tensor]:
-    """The shipped weights, changed."""
+    """Return the shipped weights with a change."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: tensor * (1 + 0.1 * torch.randn(tensor.shape, generator=generator))
@@ -82,14 +82,14 @@ def command(server: Server, path: str, **body: Any) -> httpx.Response:
 
 
 def reload(server: Server, folder: Path) -> httpx.Response:
-    """Have every worker read a folder."""
+    """Make every worker read a folder."""
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
     return httpx.post(f"{server.url}/collective_rpc", json=body, timeout=300)
 
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of other weights."""
+    """Return a checkpoint of other weights."""
     checkpoint = copy_checkpoint(tmp_path_factory.mktemp("other") / "checkpoint")
     save_file(changed(1), checkpoint / "model.safetensors", metadata={"format": "pt"})
     return checkpoint
@@ -97,7 +97,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["", "tensor", "data"], ids=lambda kind: kind or "plain")
 def layout(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    """Options of the server's ranks; by the order of their sums a token may differ."""
+    """Return options of the server's ranks; by the order of their sums a token may differ."""
     return (f"--{request.param}-parallel-size", "2") if request.param else ()
 
 
@@ -105,7 +105,7 @@ def layout(request: pytest.FixtureRequest) -> tuple[str, ...]:
 def fresh(
     layout: tuple[str, ...], other: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[list[int]]]:
-    """Answers of servers that were started on the weights."""
+    """Return answers of servers that were started on the weights."""
     folder = tmp_path_factory.mktemp("fresh")
     found = {}
     for name, checkpoint in (("shipped", SHIPPED), ("changed", other)):
@@ -125,7 +125,7 @@ def live(layout: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> I
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 class TestLive:
-    """In order: every test leaves the shipped weights."""
+    """Tests in order, each of which leaves the shipped weights."""
 
     def restore(self, live: Server) -> None:
         command(live, "/pause?mode=abort")
@@ -133,7 +133,7 @@ class TestLive:
         command(live, "/resume")
 
     def test_reload(self, live: Server, fresh: dict[str, Any], other: Path) -> None:
-        """There and back: tokens are those of fresh servers."""
+        """After reloads there and back, tokens are those of fresh servers."""
         assert answers(live) == fresh["shipped"]
         command(live, "/pause?mode=wait")
         assert reload(live, other).status_code == 200
@@ -143,7 +143,7 @@ class TestLive:
         assert answers(live) == fresh["shipped"]
 
     def in_flight(self, live: Server) -> tuple[Future[list[int]], ThreadPoolExecutor]:
-        """A request whose first tokens are there."""
+        """Return a request whose first tokens are there."""
         pool = ThreadPoolExecutor(1)
         before = live.metric("vllm:generation_tokens_total")
         asked = pool.submit(tokens, live, "Once", 5, LONG)
@@ -152,7 +152,7 @@ class TestLive:
         return asked, pool
 
     def test_bad_folders(self, live: Server, tmp_path: Path) -> None:
-        """A sentence that names the tensor; a request in flight, and those after it, are unharmed."""
+        """A bad folder is refused by tensor, and no request is harmed."""
         expected = tokens(live, "Once", 5, LONG)
         bad = copy_checkpoint(tmp_path / "bad")
         weights = changed(1)
@@ -174,7 +174,7 @@ class TestLive:
         assert tokens(live, "Once", 5, LONG) == expected
 
     def test_pauses(self, live: Server, other: Path) -> None:
-        """Kept requests go on with what they had, awaited ones end first, aborted ones end at once."""
+        """Kept requests resume, awaited ones end first, and aborted ones end at once."""
         old = tokens(live, "Once", 5, LONG)
         asked, pool = self.in_flight(live)
         command(live, "/pause?mode=keep")
@@ -205,7 +205,7 @@ class TestLive:
         pool.shutdown()
 
     def test_sleep(self, live: Server, fresh: dict[str, Any], other: Path) -> None:
-        """Workers hold less while it sleeps; it wakes as it was, or with the weights it is given."""
+        """A sleeping server uses less memory, and wakes with its old weights or given ones."""
 
         def held() -> int:
             processes = psutil.Process(live.process.pid).children(recursive=True)
@@ -245,7 +245,7 @@ class TestLive:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_reinforcement(tmp_path: Path) -> None:
-    """The example raises its reward, by weights that its server was given."""
+    """The example raises its reward by updating its server's weights."""
     example = Path(__file__).resolve().parents[2] / "examples" / "rl" / "grpo.py"
     done = subprocess.run(
         [sys.executable, str(example), "--out", str(tmp_path)],

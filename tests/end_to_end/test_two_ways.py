@@ -1,4 +1,4 @@
-"""DiffusionGemma served with ``autoregressive`` and ``linear_spec``: thoughts and tool calls by Gemma's parsers."""
+"""Tests of thoughts and tool calls of DiffusionGemma's ``autoregressive`` and ``linear_spec``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, Server]]:
-    """The rule, and a server with it."""
+    """Return the rule, and a server with it."""
     log = tmp_path_factory.mktemp(request.param) / "server.log"
     settings = json.dumps({"diffusion": {"rule": request.param}})
     with start_server(SHIPPED, log, *PARSERS, "--additional-config", settings) as running:
@@ -43,7 +43,7 @@ def thinking(**fields: Any) -> dict[str, Any]:
 
 
 def test_thinking(served: tuple[str, Server]) -> None:
-    """What is said with thinking on is parsed, the same whole and streamed, and both rules serve it."""
+    """Both rules serve thinking, which is parsed the same whole and streamed."""
     _, server = served
     (whole,) = server.client().chat.completions.create(**thinking()).choices
     said, thought = "", ""
@@ -81,7 +81,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_calls(served: tuple[str, Server], name: str) -> None:
-    """A grammar holds a call to its schema; drafts have none, and the answer names the rule that has."""
+    """A grammar makes a call follow its schema; drafts have none and name the rule that has."""
     rule, server = served
     request = gemma_request(**CALLS[name])
     function = request["tools"][0]["function"]
@@ -98,7 +98,7 @@ def test_calls(served: tuple[str, Server], name: str) -> None:
 
 
 def test_decisions(served: tuple[str, Server]) -> None:
-    """Without canvases they are read off the next token; drafts are not canvases to read."""
+    """Decisions are read from the next token without canvases, and refused for drafts."""
     rule, server = served
     body = {"input": "The sky is blue.", "questions": QUESTIONS}
     response = server.post("/v1/decisions", body)
@@ -113,7 +113,7 @@ def test_decisions(served: tuple[str, Server]) -> None:
 
 
 def test_system_one(served: tuple[str, Server]) -> None:
-    """The other form of decisions is read off the next token too; ``joint`` needs a canvas, and drafts have none."""
+    """The other form of decisions is read from the next token; ``joint`` and drafts are refused."""
     rule, server = served
     questions = {**SYSTEM_ONE, "letters": letters(26)}
     body = {"state": STATE, "questions": questions}

@@ -1,4 +1,4 @@
-"""Every Triton configuration compiles for every chip, without a GPU, and one alone spills registers.
+"""Every Triton configuration compiles for every chip without a GPU, and only one spills.
 
 Triton compiles for a chip that is not there only in a process without its interpreter, so each chip
 is checked by running this file. By hand it prints what the compiler reports, with the instructions
@@ -60,7 +60,7 @@ ALL_CASES = [
 
 
 def recorded_launches(case: Case, capability: tuple[int, int]) -> list[tuple]:
-    """The kernels that a call launches, with their arguments, on tensors without memory."""
+    """Return the kernels that a call launches, with their arguments, on tensors without memory."""
     from attention_kernels.canvas_attention import AttentionOptions, PagedCache, Sequences, Window
     from attention_kernels.canvas_attention.triton import launch as kernels
     from attention_kernels.canvas_attention.triton.configs import tuned_config
@@ -68,7 +68,7 @@ def recorded_launches(case: Case, capability: tuple[int, int]) -> list[tuple]:
     num_seqs, canvas, num_heads = 4, 256, 16
     query_dtype, cache_dtype = getattr(torch, case.query_dtype), getattr(torch, case.cache_dtype)
     query = empty(num_seqs * canvas, num_heads, case.head_dim, dtype=query_dtype)
-    # Heads, then positions, then keys beside values: the layout of vLLM's cache.
+    # Heads, then positions, then keys next to values: the layout of vLLM's cache.
     cache = empty(64, case.num_kv_heads, case.block_size, 2 * case.head_dim, dtype=cache_dtype)
     cache = cache.transpose(1, 2)
     scale = empty(dtype=torch.float32) if case.cache_dtype != case.query_dtype else None
@@ -126,7 +126,10 @@ def test_ahead_of_time(chip):
 
 
 def programs_at_once(chip: str, line: dict) -> int:
-    """Programs that fit a multiprocessor, which keeps a kilobyte for each and hands out registers in eights."""
+    """Return how many programs fit a multiprocessor.
+
+    It keeps a kilobyte for each, and hands out registers in eights.
+    """
     threads = 32 * line["num_warps"]
     registers = -(-line["registers"] // 8) * 8
     shared_memory = (SHARED_MEMORY[chip] + 1024) // (line["shared_memory"] + 1024)

@@ -1,4 +1,4 @@
-"""canvas_attention against an independent fp64 computation."""
+"""Tests of canvas_attention against an independent fp64 computation."""
 
 from dataclasses import replace
 
@@ -110,7 +110,7 @@ def test_canvas_attention_heads(impl, num_heads, num_kv_heads):
     ("head_dim", "block_size"), [(16, 16), (32, 32), (64, 128), (80, 16), (128, 64), (512, 16)]
 )
 def test_canvas_attention_head_dim(impl, head_dim, block_size):
-    """Any head size and block size, powers of two or not."""
+    """Any head size and block size, a power of two or not, agrees with fp64."""
     batch = make_batch([9, 5], [40, 70], [4, 0], head_dim=head_dim, block_size=block_size)
     out = run(batch, scale=head_dim**-0.5, left=20, impl=impl)
     exact = expected(batch, torch.float64, scale=head_dim**-0.5, left=20)
@@ -165,7 +165,7 @@ def test_canvas_attention_no_keys(impl):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_canvas_attention_padded_rows(impl):
-    """Padded rows of a given output stay as they are."""
+    """Padded rows of a given output stay unchanged."""
     batch = make_batch([4, 3], [10, 9], [2, 0], padded_rows=5)
     out = torch.full_like(batch.query, 7.0)
     assert run(batch, scale=0.2, impl=impl, out=out) is out
@@ -174,7 +174,7 @@ def test_canvas_attention_padded_rows(impl):
 
 
 def test_canvas_attention_no_tokens():
-    """A batch without rows or sequences is an empty answer, not an error."""
+    """A batch without rows or sequences gives an empty result and no error."""
     assert run(make_batch([0], [5], [0]), impl="auto", scale=1.0).shape[0] == 0
     empty = make_batch([], [], [], padded_rows=3)
     assert run(empty, impl="auto", scale=1.0).count_nonzero() == 0
@@ -193,7 +193,7 @@ def test_canvas_attention_chunked_prefill(monkeypatch):
 
 @st.composite
 def canvas_batches(draw):
-    """Any batch the rule knows, with its options."""
+    """Draw any batch that the rule supports, with its options."""
     block_size = draw(st.sampled_from([16, 32, 128]))
     num_kv_heads = draw(st.sampled_from([1, 2]))
     query_lens, seq_lens, causal_rows, spans = [], [], [], []
@@ -236,7 +236,7 @@ def canvas_batches(draw):
 
 
 def given_back(batch: CanvasBatch, left: int, right: int, anchor: str) -> CanvasBatch:
-    """The batch after the cache blocks that no row reaches any more were given back."""
+    """Return the batch without the cache blocks that no row reaches any more."""
     unused = next(i for i, block in enumerate(batch.key_cache) if block.isnan().all())
     table = batch.block_table.clone()
     starts = batch.query_start_loc.tolist()
@@ -268,7 +268,7 @@ def check_against_fp64(impl, batch, options):
 
 
 def alone(batch: CanvasBatch, seq: int) -> CanvasBatch:
-    """One sequence of a batch as a batch of its own, on the same cache."""
+    """Return one sequence of a batch as a batch of its own, on the same cache."""
     rows = slice(*batch.query_start_loc[seq : seq + 2].tolist())
     return replace(
         batch,
@@ -282,7 +282,7 @@ def alone(batch: CanvasBatch, seq: int) -> CanvasBatch:
 
 
 def check_alone_is_identical(impl, batch, options):
-    """By request, or where as many splits are launched; those of "triton-tiny" always are."""
+    """Compare bits by request where as many splits are launched, as "triton-tiny" always does."""
     options = options | {"most_splits": 8 if impl == "triton-tiny" else 1}
     together = run(batch, impl=impl, **options)
     for seq in range(len(batch.seq_lens)):
@@ -320,7 +320,7 @@ def test_canvas_attention_alone(impl, max_examples):
 
 
 def test_plan_canvas_attention():
-    """A plan runs layers of its kind as the function does, padding and all; and it checks."""
+    """A plan runs layers of its kind as the function does, padding included, and checks them."""
     batch = make_batch([13, 8], [40, 90], [13, 0], padded_rows=3)
     caches = {"key_cache": batch.key_cache * 2, "value_cache": -batch.value_cache}
     other = replace(batch, query=-batch.query, **caches)

@@ -1,4 +1,4 @@
-"""What canvas_attention refuses by name, and how it chooses an implementation."""
+"""Tests of the inputs that canvas_attention refuses, and of its choice of implementation."""
 
 import functools
 import logging
@@ -66,13 +66,13 @@ def test_canvas_attention_bad_input(arguments, message):
 
 
 def test_canvas_attention_cute_refused():
-    """An explicit choice runs or raises."""
+    """An explicit choice of ``cute`` runs or raises."""
     with pytest.raises(NotImplementedError, match='impl="cute"'):
         attend(**changed(BATCH), impl="cute")
 
 
 def test_canvas_attention_triton_refused():
-    """The kernels say which inputs they do not take."""
+    """The Triton kernels name the inputs that they do not support."""
     with pytest.raises(ValueError, match="query has dtype torch.float64"):
         attend(**make_batch([4], [9], [0], dtype=torch.float64).tensors(), scale=1.0, impl="triton")
     with pytest.raises(ValueError, match="query has head_dim 8"):
@@ -93,7 +93,7 @@ def test_canvas_attention_triton_needs_a_gpu():
 
 
 def test_canvas_attention_auto_logs_once(caplog):
-    """The automatic choice is said once, with its reason."""
+    """The automatic choice is logged once, with its reason."""
     api._log_choice.cache_clear()
     with caplog.at_level(logging.INFO, logger=api.logger.name):
         attend(**changed(BATCH))

@@ -1,4 +1,4 @@
-"""How canvas_attention is launched: which tiles, in how many splits, and how PyTorch takes it."""
+"""Tests of the launches of canvas_attention: tiles, splits and replays."""
 
 from unittest import mock
 
@@ -76,7 +76,7 @@ def test_canvas_attention_visited_tiles(num_splits, left, right, anchor, spans):
 
 
 def test_canvas_attention_split_is_used():
-    """Few rows and many keys run as several splits."""
+    """Few rows with many keys run as several splits."""
     from attention_kernels.canvas_attention.triton import launch as kernels
 
     batch = make_batch([8], [300], [0])
@@ -92,7 +92,7 @@ def test_canvas_attention_split_is_used():
 
 @st.composite
 def short_replays(draw):
-    """Canvases, and how a graph that was captured for longer ones cut their keys."""
+    """Draw canvases, and how a graph that was captured for longer ones cuts their keys."""
     canvases = draw(st.integers(1, 3))
     canvas = draw(st.sampled_from([1, 8, 13]))
     batch = make_batch(
@@ -109,8 +109,10 @@ def short_replays(draw):
 @settings(SWEEP, max_examples=3)
 @given(short_replays())
 def test_canvas_attention_short_replay_of_a_long_graph(case):
-    """However many splits were captured for how long a context, a short one is computed rightly,
-    in no more key tiles than without splits, and the splits that it leaves empty do nothing."""
+    """A short context in a graph captured for a long one is right, and empty splits do nothing.
+
+    It visits no more key tiles than without splits, however many were captured.
+    """
     from attention_kernels.canvas_attention.triton import launch as kernels
 
     config = kernels.TritonConfig(16, 16, 4, 1)
@@ -137,7 +139,7 @@ def test_canvas_attention_short_replay_of_a_long_graph(case):
     same = expected(batch, torch.float32, scale=0.2, left=left)
     assert_within_error_budget(out[: len(exact)], same, exact, "split", factor=4.0)
     if int(batch.seq_lens.max()) <= 32:
-        # Too short to be cut: written as it is without splits.
+        # Too short to be cut: written as without splits.
         assert torch.equal(out, whole)
 
 
@@ -155,7 +157,7 @@ def test_canvas_attention_short_replay_of_a_long_graph(case):
     ],
 )
 def test_programs_of_a_launch(canvases, context, window, grid):
-    """Query tiles, heads and splits by requests and context, of the 26B shape on an H100."""
+    """A launch has the expected query tiles, heads and splits for the 26B shape on an H100."""
     from attention_kernels.canvas_attention.triton import configs
     from attention_kernels.canvas_attention.triton import launch as kernels
 

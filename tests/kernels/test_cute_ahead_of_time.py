@@ -1,4 +1,4 @@
-"""The CuTe kernels compile for Hopper and Blackwell without a GPU, and trace the rule they should.
+"""The CuTe kernels compile for Hopper and Blackwell without a GPU, and trace the right rule.
 
 The CuTe DSL decides once per process which chip it compiles for, so each chip is checked by running
 this file. By hand it prints what the compiler reports:
@@ -112,7 +112,7 @@ def all_cases(chip: str) -> list[Case]:
 
 
 def find_vllm_copy() -> None:
-    """Let vLLM's copy be imported where its compiled parts cannot, for want of a driver."""
+    """Let vLLM's copy be imported although its compiled parts have no driver here."""
     name = "vllm.vllm_flash_attn"
     try:
         importlib.import_module(name)
@@ -124,7 +124,7 @@ def find_vllm_copy() -> None:
 
 
 def compile_case(capability: int, case: Case) -> dict:
-    """Compile one kernel; what the assembler made of it."""
+    """Compile one kernel, and return what the assembler made of it."""
     import cutlass
 
     allocate, sizes = cutlass.utils.SmemAllocator.allocate, []
@@ -148,7 +148,7 @@ def compile_case(capability: int, case: Case) -> dict:
 
 
 def resources(cubin: bytes) -> dict:
-    """Registers at launch, stack and loops of a compiled kernel, from the tools inside Triton's package."""
+    """Return registers, stack and loops of a compiled kernel, by the tools in Triton's package."""
     report = told_of("cuobjdump", "-res-usage", cubin=cubin)
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", report).groups()
     return {
@@ -269,7 +269,7 @@ class TracedRule:
         self._hide = cute.compile(hide, self._scores, *given, Int32(1), Int32(1))
 
     def mask(self, query_len: int, seq_len: int, causal_rows: int, left: int, right: int):
-        """The mask that the kernel's walk over its tiles amounts to, bool [query_len, seq_len]."""
+        """Return the mask of the kernel's walk over its tiles, bool [query_len, seq_len]."""
         from cutlass import Int32
 
         keys = -(-seq_len // self.tile_n) * self.tile_n
@@ -297,7 +297,7 @@ class TracedRule:
 
 
 def compare_rule(capability: int, case: Case, num_sequences: int) -> dict:
-    """Compare the traced rule with the reference on random sequences; how much was compared."""
+    """Compare the traced rule with the reference on random sequences; return how many."""
     from attention_kernels.canvas_attention import Window
     from tests.support.kernel_checks import visibility_mask
 
@@ -324,7 +324,7 @@ def compare_rule(capability: int, case: Case, num_sequences: int) -> dict:
 
 
 def reports(chip: str, **tasks: list[Case]) -> dict[str, list[dict]]:
-    """What a process of its own reports of the cases of each task."""
+    """Return what a process of its own reports of the cases of each task."""
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     source = "vllm" if chip == "sm_90a" else "flash_attn"
     if importlib.util.find_spec(source) is None:
@@ -386,14 +386,14 @@ def test_cute_traced_rule():
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", CHIPS)
 def test_cute_traced_rule_all(chip):
-    """The same with every window, group and head size."""
+    """The traced tiles and masks are right for every window, group and head size."""
     lines = reports(chip, rule=rule_cases(chip))["rule"]
     assert len(lines) == len(rule_cases(chip))
     assert all(line["scores"] > 0 for line in lines)
 
 
 def main(chip: str, *tasks: str) -> None:
-    """Of a chip, and of tasks: the name of each, and its cases in JSON."""
+    """Run the tasks for a chip: the name of each, and its cases in JSON."""
     os.environ["CUTE_DSL_ARCH"] = os.environ["FLASH_ATTENTION_ARCH"] = chip
     # The only way to get at what was compiled.
     os.environ["CUTE_DSL_KEEP"] = "cubin"

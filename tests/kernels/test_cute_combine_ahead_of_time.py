@@ -1,4 +1,4 @@
-"""What folds the splits of ``impl="cute"`` compiles for the chips that have such, within registers.
+"""The kernel that combines the splits of ``impl="cute"`` compiles within registers.
 
 Triton compiles for a chip that is not there only in a process without its interpreter: this file's.
 """
@@ -14,7 +14,7 @@ CHIPS = ("sm_90", "sm_100")
 
 
 def recorded_launch(head_dim: int) -> tuple:
-    """The launch for a canvas in two splits, on tensors without memory."""
+    """Return the launch for a canvas in two splits, on tensors without memory."""
     from attention_kernels.canvas_attention.cute import combine
 
     out = empty(256, 16, head_dim, dtype=torch.bfloat16)
@@ -26,7 +26,7 @@ def recorded_launch(head_dim: int) -> tuple:
 
 
 def test_combine_ahead_of_time():
-    """Both head sizes, without a spill, several programs to a multiprocessor."""
+    """Both head sizes compile without a spill, for several programs per multiprocessor."""
     pytest.importorskip("triton")
     lines = run_uninterpreted(__file__)
     assert len(lines) == 2 * len(CHIPS)

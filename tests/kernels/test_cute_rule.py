@@ -1,4 +1,4 @@
-"""The rule that the CuTe kernels execute, and what they refuse, without a GPU and without them.
+"""Tests of the CuTe kernels' rule and refusals, without a GPU and without the kernels.
 
 ``visibility.py`` is the arithmetic that the kernels trace. Here it runs on host integers and on
 tensors; test_cute_ahead_of_time.py runs what the DSL makes of it.
@@ -64,7 +64,7 @@ def sequences(draw, longest=80):
 @settings(deadline=None)
 @given(sequences())
 def test_visibility_tensors(sequence):
-    """The same expressions give the same on tensors."""
+    """The expressions of the rule give the same on tensors as on integers."""
     row = torch.arange(sequence.query_len)
 
     def smaller(a, b):
@@ -121,7 +121,7 @@ def batch(head_dim=256, dtype=torch.bfloat16, **options):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_cute_without_gpu():
-    """Without a GPU it is refused by name, with what to use instead."""
+    """Without a GPU ``cute`` is refused by name, with an alternative."""
     with pytest.raises(
         NotImplementedError, match='impl="cute" needs CUDA tensors and got cpu.*imp'
     ):
@@ -138,7 +138,7 @@ def test_cute_without_gpu():
     ],
 )
 def test_cute_other_gpu(capability, head_dim, message):
-    """A GPU that cannot run it is told why, and what runs there."""
+    """A GPU that cannot run ``cute`` is refused with the reason and what runs there."""
     reason = launch.refusal(capability, head_dim)
     assert reason is not None
     assert 'impl="triton"' in reason
@@ -148,7 +148,7 @@ def test_cute_other_gpu(capability, head_dim, message):
 
 @pytest.mark.parametrize(("capability", "head_dim"), [((9, 0), 256), ((9, 0), 512), ((10, 0), 256)])
 def test_cute_gpu(capability, head_dim):
-    """These are the GPUs and head sizes that there are kernels for."""
+    """A GPU and head size is accepted exactly if there are kernels for it."""
     assert launch.refusal(capability, head_dim) is None
 
 
@@ -166,7 +166,7 @@ def test_cute_gpu(capability, head_dim):
     ],
 )
 def test_cute_bad_input(changes, error, message):
-    """What it does not compute is refused, naming the argument, its value and what is allowed."""
+    """An unsupported input is refused with the argument, its value and what is allowed."""
     given_batch = batch(**changes)
     scales = (1.0, 1.0) if "cache_dtype" in changes else ()
     query, cache, sequences, _ = given_batch.arguments(AttentionOptions(1.0), scales=scales)

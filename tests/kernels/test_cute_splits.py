@@ -1,8 +1,8 @@
-"""Splits of ``impl="cute"``: which keys each takes, how they are folded, and how many there are.
+"""Tests of the splits of ``impl="cute"``: their keys, their combination and their number.
 
-FlashAttention-4 cannot run here. In its place is a function of the same signature, in PyTorch, that
-writes what the kernel with splits would and leaves everything else NaN; what folds it is the kernel
-that serves.
+FlashAttention-4 cannot run here. It is replaced by a function of the same signature, in PyTorch,
+that writes what the kernel with splits would and leaves everything else NaN; the kernel that
+combines them is the one that serves.
 """
 
 from dataclasses import replace
@@ -36,7 +36,7 @@ pytest.importorskip("triton")
 @settings(max_examples=200, deadline=None)
 @given(sequences(longest=400), st.sampled_from(CUTS), st.integers(2, 8))
 def test_visited_in_split(sequence, cut, num_splits):
-    """Splits of a query tile part its key tiles in order, and those left over have none."""
+    """The splits of a query tile have its key tiles in order, and surplus splits have none."""
     tile_m, _, group = cut
     rule = sequence.rule()
     live = rule.live_splits(num_splits)
@@ -66,7 +66,7 @@ def flash_attention_4(
     window_left,
     window_right,
 ):
-    """What the compiled ``kernel`` writes."""
+    """Write what the compiled ``kernel`` writes."""
     assert kernel.split == (lse is not None)
     if lse is None:
         out, lse = out[None], torch.empty(1, query.shape[1], query.shape[0])
@@ -110,7 +110,7 @@ def flash_attention_4(
 
 
 def attend_in_splits(batch, num_splits, capability, out=None, **windows):
-    """``impl="cute"`` on this batch, with all that its kernel does not write NaN."""
+    """Run ``impl="cute"`` on this batch, with NaN in all that its kernel does not write."""
     out = torch.full_like(batch.query, 7.0) if out is None else out
 
     def poisoned(*shape, device):
@@ -133,7 +133,7 @@ def attend_in_splits(batch, num_splits, capability, out=None, **windows):
 
 @st.composite
 def batches(draw):
-    """Query rows, keys and causal rows of a few sequences: in no split, in some, or in all."""
+    """Draw query rows, keys and causal rows of sequences that are in no split, some or all."""
     rows = []
     for _ in range(draw(st.integers(1, 3))):
         query_len = draw(st.integers(0, 4))
@@ -156,7 +156,7 @@ def batches(draw):
 @example([(4, 1500, 0)], 16, 8, 10, (300, -1, "canvas"), (4, 2))
 @example([(3, 0, 0), (2, 700, 0)], 16, 3, 9, (-1, -1, "canvas"), (4, 2))
 def test_splits_folded(rows, block_size, num_splits, capability, window, heads):
-    """What splits find, folded, is what one walk over all keys finds; other rows are left alone."""
+    """Combined splits equal one walk over all keys, and other rows are unchanged."""
     batch = make_canvas_batch(
         *zip(*rows, strict=True),
         num_heads=heads[0],
@@ -177,7 +177,7 @@ def test_splits_folded(rows, block_size, num_splits, capability, window, heads):
 
 
 def test_splits_folded_in_bf16():
-    """Splits of bf16 rows are folded in float32 and rounded once, into rows of any stride."""
+    """Splits of bf16 rows are combined in float32 and rounded once, into rows of any stride."""
     batch = make_canvas_batch([4], [1300], [0], head_dim=16, dtype=torch.bfloat16)
     out = torch.empty(4, 4, 32, dtype=torch.bfloat16)[..., :16]
     got, whole = attend_in_splits(batch, 4, 9, out=out), attend_in_splits(batch, 1, 9)
@@ -185,7 +185,7 @@ def test_splits_folded_in_bf16():
 
 
 def bounded(max_seq_len):
-    """Sequences of which only the bounds count."""
+    """Return sequences of which only the bounds count."""
     nothing = torch.empty(0, dtype=torch.int32)
     return Sequences(*[nothing] * 4, max_query_len=256, max_seq_len=max_seq_len)
 
@@ -203,7 +203,7 @@ def query_shape(canvases, head_dim):
     ],
 )
 def test_splits_of(capability, head_dim, group, window, counts):
-    """As many as the Triton kernels take with tiles as large, of the 26B shape on 132 processors."""
+    """There are as many splits as in Triton with tiles as large, for 132 processors."""
     kernel = launch.CuteKernel(
         *(capability, head_dim, group, torch.bfloat16, 0.0, window >= 0, False, True, False)
     )
@@ -222,7 +222,7 @@ def test_splits_of(capability, head_dim, group, window, counts):
 
 
 def test_splits_launched_unread():
-    """What is launched follows from shapes: no value of the batch is read on the host."""
+    """A launch follows from shapes alone, so no value of the batch is read on the host."""
 
     query, cache = (
         empty(*s, dtype=torch.bfloat16) for s in (query_shape(1, 512), (64, 16, 2, 512))
@@ -253,7 +253,7 @@ def test_splits_launched_unread():
 
 @pytest.mark.parametrize("most_splits", [1, 4])
 def test_splits_bounded(most_splits):
-    """The bound of a layer reaches the launch; with 1 nothing is cut."""
+    """The bound of a layer reaches the launch, and with 1 nothing is split."""
     batch = make_canvas_batch([4], [8], [2], head_dim=256, dtype=torch.bfloat16)
     tensors = {name: tensor for name, tensor in batch.tensors().items() if tensor is not None}
     with mock.patch.object(launch, "attend") as run:
@@ -263,7 +263,7 @@ def test_splits_bounded(most_splits):
 
 
 def test_warm_up():
-    """Both kernels of a layer are compiled at the start, one of them in a batch-invariant server."""
+    """A start compiles both kernels of a layer, and one in a batch-invariant server."""
     batch = make_canvas_batch([1], [1], [0], head_dim=256, dtype=torch.bfloat16)
     for most_splits, cut in ((8, [False, True]), (1, [False])):
         with (

@@ -1,4 +1,4 @@
-"""Sweeps over kept rows: adjusted logits, what lies above pivots, thresholds, filtered draws."""
+"""Tests of kept rows: adjusted logits, weights above pivots, thresholds and filtered draws."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make_rows(num_rows, vocab, generator, dtype=torch.float32, adjusted=True):
 
 
 def adjusted_one_by_one(logits: torch.Tensor, a: LogitAdjustments) -> torch.Tensor:
-    """The definition, an id at a time in Python."""
+    """Return the definition of the adjustment, one id at a time in Python."""
     out = logits.double().clone()
     for row in range(out.shape[0]):
         listed, penalty, mask = (int(i[row]) for i in (a.list_idx, a.penalty_idx, a.mask_idx))
@@ -75,7 +75,7 @@ def adjusted_one_by_one(logits: torch.Tensor, a: LogitAdjustments) -> torch.Tens
     seed=st.integers(0, 2**31),
 )
 def test_adjusted_logits(impl, rows, vocab, softcap, dtype, seed):
-    """Offsets, penalties, masks and pins, in their order, against one id at a time."""
+    """Offsets, penalties, masks and pins are applied in order, as one id at a time."""
     generator = torch.Generator().manual_seed(seed)
     logits, divisor = make_rows(rows, vocab, generator, dtype)
     logits = logits._replace(softcap=softcap)
@@ -117,7 +117,7 @@ def test_part_of_the_vocabulary(impl, vocab, first, seed):
     seed=st.integers(0, 2**31),
 )
 def test_weights_above_pivots(impl, by_mass, rows, vocab, adjusted, seed):
-    """Only what lies between the bounds counts; a mass is a relative probability."""
+    """Only weights between the bounds count, and a mass is a relative probability."""
     generator = torch.Generator().manual_seed(seed)
     logits, divisor = make_rows(rows, vocab, generator, adjusted=adjusted)
     x = scaled_logits(logits, divisor, impl=impl)
@@ -149,7 +149,7 @@ def test_weights_above_pivots(impl, by_mass, rows, vocab, adjusted, seed):
     seed=st.integers(0, 2**31),
 )
 def test_thresholds_are_exact(impl, vocab, scale, seed):
-    """The n-th largest logit, whatever the distribution, ties and impossible ids."""
+    """The threshold is the n-th largest logit with ties and impossible ids too."""
     generator = torch.Generator().manual_seed(seed)
     projected = torch.randn(4, vocab, generator=generator) * scale
     projected[0] = projected[0].round()
@@ -177,7 +177,7 @@ def test_thresholds_are_exact(impl, vocab, scale, seed):
     seed=st.integers(0, 2**31),
 )
 def test_draws_above_a_threshold(impl, rows, vocab, kept, seed):
-    """The Gumbel-max of what is kept, with the noise of the unfiltered draw, and its mass."""
+    """A filtered draw is the Gumbel-max of kept ids with the unfiltered noise, and has its mass."""
     generator = torch.Generator().manual_seed(seed)
     logits, divisor = make_rows(rows, vocab, generator)
     draws = make_draws(rows, generator)
@@ -197,6 +197,7 @@ def test_draws_above_a_threshold(impl, rows, vocab, kept, seed):
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_nothing_possible_draws_an_id(impl):
+    """A row without a possible id draws some id with mass 0."""
     logits = RowLogits(torch.full((1, 9), float("-inf")), 4)
     draws = make_draws(1, torch.Generator().manual_seed(0))
     nothing = torch.full((1,), float("-inf"))
@@ -209,7 +210,7 @@ def test_nothing_possible_draws_an_id(impl):
 
 @pytest.mark.parametrize("name", ["scaled_logits", "largest_logit", "weigh", "draw"])
 def test_no_ids(name):
-    """A rank of a small vocabulary can have none."""
+    """A rank of a small vocabulary may have no ids."""
     logits, divisor = RowLogits(torch.zeros(2, 0), 0), torch.ones(2)
     keys = torch.zeros(2, 1, dtype=torch.int64)
     draws = make_draws(2, torch.Generator().manual_seed(0))
@@ -227,6 +228,7 @@ def test_no_ids(name):
 
 @given(values=st.lists(st.floats(width=32, allow_nan=False), min_size=2, max_size=30))
 def test_keys_compare_as_the_numbers_do(values):
+    """Ordered keys compare as their numbers do, above the least key."""
     numbers = torch.tensor(values, dtype=torch.float32)
     keys = ordered_keys(numbers)
     assert torch.equal(keys[:, None] < keys[None, :], numbers[:, None] < numbers[None, :])
@@ -247,5 +249,6 @@ def test_keys_compare_as_the_numbers_do(values):
     ids=["rows", "first_id", "pivots"],
 )
 def test_bad_arguments_are_named(call, named):
+    """A wrong argument is refused by name."""
     with pytest.raises(ValueError, match=named):
         call(RowLogits(torch.zeros(2, 8), 0), torch.ones(2))

@@ -1,4 +1,4 @@
-"""Counter-based draws: the published generator, the right distributions, nothing else involved."""
+"""Tests of counter-based draws: the published generator and the right distributions."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ def words(*values: int) -> list[torch.Tensor]:
     ids=["zeros", "ones", "pi"],
 )
 def test_philox_known_answers(counter, key, expected):
+    """Philox gives the published words for known counters and keys."""
     result = philox(tuple(words(*counter)), tuple(words(*key)))
     assert [int(word) for word in result] == list(expected)
 
@@ -105,7 +106,7 @@ def test_every_part_of_the_key_matters():
 
 
 def test_uniform_tokens_are_uniform():
-    """Chi-square of 320,000 draws over 320 ids at a fixed seed."""
+    """320,000 draws over 320 ids pass a chi-square test at a fixed seed."""
     n = 10_000
     draws = uniform_tokens(
         torch.arange(n), torch.zeros(n), torch.zeros(n), 32, 320, Purpose.INITIAL
@@ -133,7 +134,7 @@ def test_gumbel_max_follows_the_softmax():
 
 
 def test_noise_is_bounded():
-    """The extreme words make the extreme noise, and the bounds hold it with little to spare."""
+    """The extreme words give the extreme noise, which is just within the bounds."""
     smallest, largest = gumbel_noise(torch.tensor([2**32 - 1, 0])).tolist()
     assert SMALLEST_NOISE < smallest < SMALLEST_NOISE + 0.1
     assert LARGEST_NOISE - 0.2 < largest < LARGEST_NOISE

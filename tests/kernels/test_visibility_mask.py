@@ -1,4 +1,4 @@
-"""The attention rule against the figures of the vLLM post, key by key."""
+"""Tests of the attention rule against the figures of the vLLM post, key by key."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Statistics of rows of logits, tile by tile, against whole rows in float64."""
+"""Tests of statistics of rows of logits, tile by tile, against whole rows in float64."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SWEPT = [("reference", 15), ("triton", 4)]
 
 
 def stream(logits, draws, tile, impl, softcap=None, embedding=None, adjustments=None):
-    """Statistics, and the probability-weighted embedding, in tiles of ``tile`` ids."""
+    """Return statistics and the probability-weighted embedding, in tiles of ``tile`` ids."""
     rows, vocab = logits.shape
     running = RunningStatistics.empty(rows, logits.device)
     soft = None if embedding is None else torch.zeros(rows, embedding.shape[1])
@@ -52,9 +52,10 @@ def stream(logits, draws, tile, impl, softcap=None, embedding=None, adjustments=
 
 
 def scaled(logits, draws, softcap, impl):
-    """As each implementation divides, in float32: what that rounds is nobody's error.
+    """Divide as each implementation does, in float32, so that its rounding is no error.
 
-    The kernel multiplies by an inverse: a division on a GPU is no closer unless it costs much more.
+    The kernel multiplies by an inverse: a division on a GPU is not closer unless it costs much
+    more.
     """
     x = logits.float()
     if softcap is not None:
@@ -116,7 +117,7 @@ def check(logits, draws, tile, impl, softcap):
     seed=st.integers(0, 2**31),
 )
 def test_vocab_statistics(impl, rows, vocab, tile, scale, softcap, dtype, seed):
-    """Entropy, confidences, soft embedding, argmax and candidate, wherever the tiles are cut."""
+    """Entropy, confidences, soft embedding, argmax and candidate are right for any tiles."""
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(rows, vocab, generator=generator) * scale).to(dtype)
     check(logits, make_draws(rows, generator), tile, impl, softcap)
@@ -142,7 +143,7 @@ def test_impossible_ids(impl, vocab, tile, seed):
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("temperature", [1e-4, 1.0, 1e4])
 def test_the_lowest_finite_logit_is_never_drawn(impl, temperature):
-    """It adds nothing to the entropy either, also where a tile has nothing else."""
+    """The lowest finite logit is never drawn and adds no entropy, even alone in a tile."""
     logits = torch.randn(12, 40, generator=torch.Generator().manual_seed(2))
     lowest = logits.clone()
     lowest[:, :17] = -1e30
@@ -158,6 +159,7 @@ def test_the_lowest_finite_logit_is_never_drawn(impl, temperature):
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_nothing_possible_has_no_confidence(impl):
+    """A row without a possible id has confidence 0."""
     logits = torch.full((2, 40), float("-inf"))
     running, _ = stream(logits, make_draws(2, torch.Generator().manual_seed(0)), 16, impl)
     assert torch.equal(running.confidence(), torch.zeros(2))
@@ -166,7 +168,7 @@ def test_nothing_possible_has_no_confidence(impl):
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_of_equal_logits_the_first_wins(impl):
-    """Across tiles and within one."""
+    """Of equal logits the first is the argmax, across tiles and within one."""
     logits = torch.zeros(2, 64)
     logits[0, [20, 40]] = 3.0
     logits[1, [21, 23]] = 3.0
@@ -177,7 +179,7 @@ def test_of_equal_logits_the_first_wins(impl):
 
 @pytest.mark.parametrize(("impl", "max_examples"), SWEPT)
 def test_adjustments_are_applied_to_each_tile(impl, max_examples):
-    """The statistics of adjusted logits are those of logits that were adjusted before."""
+    """Statistics of adjusted logits equal those of logits adjusted before."""
 
     @settings(max_examples=max_examples, deadline=None)
     @given(vocab=st.integers(8, 3000), tile=st.integers(100, 1000), seed=st.integers(0, 2**31))
@@ -202,7 +204,7 @@ def test_adjustments_are_applied_to_each_tile(impl, max_examples):
 
 
 def without_skipping():
-    """The kernel that makes noise for every block, whatever it holds."""
+    """Run the kernel that makes noise for every block, whatever it holds."""
     return mock.patch.multiple(
         triton_update,
         _LARGEST_NOISE=tl.constexpr(math.inf),
@@ -219,7 +221,7 @@ def without_skipping():
     seed=st.integers(0, 2**31),
 )
 def test_noise_that_cannot_decide_is_not_made(vocab, tile, scale, peaks, seed):
-    """Blocks that cannot win are skipped, and nothing that comes out differs by a bit."""
+    """Skipping blocks that cannot win changes no bit of the results."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(4, vocab, generator=generator) * scale
     # Nearly as high as the highest, where the bounds decide.
@@ -245,7 +247,7 @@ def bound_kernel(v_ptr, out_ptr):
 @given(words=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=64))
 @example(words=[0, 1, 2**24, 2**25 + 1, 2**26 - 1, 2**26, 2**31, 2**32 - 1])
 def test_noise_is_below_its_bound(words):
-    """And not by much where it is large."""
+    """Noise is below its bound, and close to it where it is large."""
     v = ((torch.tensor(words, dtype=torch.int64).float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     noise = gumbel_noise(torch.tensor(words, dtype=torch.int64))
     v = v.repeat(64)[:64].contiguous()
@@ -270,6 +272,7 @@ def test_noise_is_below_its_bound(words):
     ids=["first_id", "rows", "dtype", "weights", "product", "impl"],
 )
 def test_bad_arguments_are_named(change, named):
+    """A wrong argument is refused by name."""
     arguments = {"rows": RowLogits(torch.zeros(2, 8), 0)} | change
     running = RunningStatistics.empty(2, torch.device("cpu"))
     draws = make_draws(2, torch.Generator().manual_seed(0))
@@ -287,6 +290,7 @@ def test_bad_arguments_are_named(change, named):
     ],
 )
 def test_wrong_products_are_named(change, named):
+    """A wrong shape of a product is refused by name."""
     given = {
         "product": torch.zeros(2, 4),
         "weights": torch.zeros(2, 8),
@@ -298,7 +302,7 @@ def test_wrong_products_are_named(change, named):
 
 @pytest.mark.parametrize("num_rows", [1, 5, 256])
 def test_empty_statistics_are_aligned(num_rows):
-    """Each tensor begins at a multiple of 16 bytes of its buffer, as Triton's kernels were compiled for."""
+    """Each tensor starts at a multiple of 16 bytes, for which Triton's kernels were compiled."""
     running = RunningStatistics.empty(num_rows, torch.device("cpu"))
     for tensor in vars(running).values():
         assert tensor.shape == (num_rows,)

@@ -57,13 +57,13 @@ def row_logits(dtype, softcap, adjusted):
 
 
 def kernels_of(logits):
-    """The search does not depend on caps and adjustments: it is compiled once for each type."""
+    """Return the kernels to compile; the search is compiled once per type, without caps."""
     is_new = logits.adjustments is None or logits.projected.dtype == torch.float32
     return [name for name in KERNELS if is_new or name != "narrow"]
 
 
 def recorded_launches(logits):
-    """Each kernel with its arguments, by name; ``ROWS`` rows."""
+    """Return each kernel with its arguments, by name, for ``ROWS`` rows."""
     from attention_kernels.vocab_statistics.running import RowDraws, RunningStatistics
     from attention_kernels.vocab_statistics.search import Piece
     from attention_kernels.vocab_statistics.triton import kept_rows, narrow, update
@@ -98,6 +98,7 @@ def recorded_launches(logits):
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", SHARED_MEMORY)
 def test_vocab_statistics_ahead_of_time(chip):
+    """Every kernel compiles for a chip without spills, within its baselines."""
     lines = run_uninterpreted(__file__, chip)
     assert len(lines) == sum(len(kernels_of(row_logits(*case))) for case in LOGITS)
     for line in lines:
@@ -115,14 +116,14 @@ def test_vocab_statistics_ahead_of_time(chip):
 
 
 def test_no_number_of_rows_compiles_a_kernel_anew():
-    """What Triton compiles a launch for is the same for 1 row, for a multiple of 16, and for others."""
+    """Launches for 1 row, multiples of 16 and other numbers share a compilation."""
     (variants,) = run_uninterpreted(__file__, "variants")
     assert len(variants) == sum(len(kernels_of(row_logits(*case))) for case in LOGITS)
     assert {name: len(found) for name, found in variants.items() if len(found) != 1} == {}
 
 
 def variants_by_rows():
-    """What Triton compiles each kernel for, in passes of several numbers of rows."""
+    """Return what Triton specializes each kernel on, in passes of several numbers of rows."""
     global ROWS
     found = {}
     for number in (256, 1, 16, 17, 100, 272):

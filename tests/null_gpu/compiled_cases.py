@@ -1,4 +1,4 @@
-"""Functions that serving compiles, on the null GPU with true values: what Inductor's kernels compute is what eager does."""
+"""Compares functions compiled by Inductor on the null GPU, with true values, to eager ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PASSES = 6
 
 
 def compare_rows(layout: str) -> list[str]:
-    """What of :class:`PassRows` differs from the eager functions of a CPU, in passes of random requests."""
+    """Return the parts of :class:`PassRows` that differ from the eager functions of a CPU."""
     true_values.compute()
     spec = test_pass_rows.spec_of(getattr(layouts, layout))
     return [
@@ -32,7 +32,7 @@ def compare_rows(layout: str) -> list[str]:
 
 
 def rows(spec: Any, device: torch.device, backend: str | None) -> list[dict[str, Any]]:
-    """What passes of random requests lay out, fill in and hand to the engine."""
+    """Return what passes of random requests lay out, fill in and hand to the engine."""
     R, C, N = test_pass_rows.SLOTS, test_pass_rows.LENGTH, test_pass_rows.ROWS
     slots = CanvasSlots(R, spec, 40, device)
     slots.canvas.copy_(torch.arange(R * C).view(R, C))
@@ -69,7 +69,7 @@ def rows(spec: Any, device: torch.device, backend: str | None) -> list[dict[str,
 
 
 def compare_steps(is_masked: bool) -> list[int]:
-    """The steps after which canvases or emitted tokens differ from the eager step of a CPU."""
+    """Return the steps whose canvases or emitted tokens differ from the CPU's eager step."""
     true_values.compute()
     C = test_step.CANVAS
     spec = masked_spec(C) if is_masked else diffusion_gemma_spec(C, 4)

@@ -1,4 +1,4 @@
-"""Processes on the null GPU, one for each kind of case, that the tests share."""
+"""Processes on the null GPU that the tests share, one for each kind of case."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 @pytest.fixture(scope="session", autouse=True)
 def null_gpu_libraries() -> None:
-    """The null GPU, compiled; skips the tests where nothing can compile it."""
+    """Compile the null GPU; skip the tests on a machine that cannot."""
     lacks = missing()
     if lacks is not None:
         pytest.skip(lacks)
@@ -26,13 +26,13 @@ def null_gpu_libraries() -> None:
 
 @pytest.fixture(scope="session")
 def torch_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NullGpu]:
-    """Cases of plain torch."""
+    """Run cases of plain torch."""
     with NullGpu(tmp_path_factory.mktemp("null_gpu"), imports="torch") as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def null_gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NullGpu]:
-    """Cases of vLLM."""
+    """Run cases of vLLM."""
     with NullGpu(tmp_path_factory.mktemp("null_gpu"), imports="vllm") as running:
         yield running

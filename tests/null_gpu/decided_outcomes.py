@@ -1,4 +1,4 @@
-"""Outcomes for a server on the null GPU: ``--worker-extension-cls`` has its workers import this."""
+"""Decides outcomes for a server on the null GPU, whose workers import this as an extension."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ decide_outcomes()
 
 
 class DecidedOutcomes:
-    """Base that a worker is given, which adds nothing to it."""
+    """A base class for workers that adds nothing to them."""

@@ -1,7 +1,8 @@
 """Engines on the null GPU, each in a fork of a process that has imported vLLM.
 
-What an engine answers means nothing there: kernels compute no values. That it answers is what counts. Where
-the host reads how many tokens a request emits, the cases say it: memory that no kernel writes holds anything.
+The content of an answer means nothing there, since kernels compute no values; an engine must answer
+at all. The cases set how many tokens a request emits where the host reads it, since memory that no
+kernel writes holds anything.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def start(model: str, **options: Any) -> Any:
-    """Start an engine with the defaults of ``vllm serve``, but for short sequences and a small share of the memory.
+    """Start an engine with a server's defaults, except for short sequences and little memory.
 
     The number of requests and of a pass's tokens are a server's, since the sizes that are captured follow from them.
     """
@@ -149,7 +150,7 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def decide_outcomes() -> None:
-    """Give the passes of this process outcomes in place of what the device's memory happens to hold."""
+    """Give the passes of this process outcomes, instead of what the memory happens to hold."""
     from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
     stock = AsyncOutput.get_output
@@ -179,7 +180,7 @@ def runner_of(llm: Any) -> Any:
 
 
 def verifies(llm: Any) -> bool:
-    """Whether what is served drafts, and verifies its drafts."""
+    """Return whether the served model drafts and verifies."""
     from vllm_diffusion.startup.plan import spec_of
 
     spec = spec_of(runner_of(llm).vllm_config.model_config)
@@ -187,7 +188,7 @@ def verifies(llm: Any) -> bool:
 
 
 def holds_sequences(llm: Any) -> bool:
-    """Whether a canvas of what is served is a whole sequence."""
+    """Return whether a canvas of the served model is a whole sequence."""
     from vllm_diffusion.startup.plan import spec_of
 
     spec = spec_of(runner_of(llm).vllm_config.model_config)
@@ -195,7 +196,7 @@ def holds_sequences(llm: Any) -> bool:
 
 
 def kernels_of(config: Any) -> dict[str, Any]:
-    """Kinds of the attention layers, as they are and as ``doctor --gpu`` takes them."""
+    """Return the kinds of the attention layers, as the model and ``doctor --gpu`` have them."""
     from vllm_diffusion.attention.backend import CanvasAttentionImpl
     from vllm_diffusion.cli.kernel_cases import Served
     from vllm_diffusion.startup.plan import spec_of
@@ -228,7 +229,7 @@ def params_of(kind: str, **changes: Any) -> Any:
 
 
 def passes_of(llm: Any, kind: str, adapter: str | None = None) -> dict[str, Any]:
-    """Two requests, until they are answered or have had their passes."""
+    """Run two requests until they are answered or have had their passes."""
     from vllm.lora.request import LoRARequest
 
     from vllm_diffusion.live.watch import Inbox, opened
@@ -262,7 +263,7 @@ def passes_of(llm: Any, kind: str, adapter: str | None = None) -> dict[str, Any]
 
 
 def steady_pass(llm: Any, kind: str) -> dict[str, int]:
-    """What one pass of three requests asks of the driver, once everything has been compiled and allocated.
+    """Count the driver's calls in a pass of three requests, after all compilations and allocations.
 
     Args:
         llm: The engine.
@@ -295,7 +296,7 @@ def steady_pass(llm: Any, kind: str) -> dict[str, int]:
 
 
 def pass_of_reads(llm: Any, kind: str) -> dict[str, int]:
-    """What the only pass of three reads asks of the driver, with their prompts, of which no prefix is cached."""
+    """Count the driver's calls in the only pass of three reads whose prompts are not cached."""
     engine = llm.llm_engine
     counted = []
     for repeat in range(4):
@@ -309,7 +310,7 @@ def pass_of_reads(llm: Any, kind: str) -> dict[str, int]:
 
 
 def least_of(counted: list[dict[str, int]]) -> dict[str, int]:
-    """The least of some passes: now and then the host waits for an event once more."""
+    """Return the least of some passes, as now and then the host waits for one event more."""
     return {what: min(counts[what] for counts in counted) for what in counted[0]}
 
 
@@ -321,7 +322,7 @@ def drop(engine: Any, request_ids: list[str]) -> None:
 
 
 def every_number_of_rows(llm: Any) -> dict[str, Any]:
-    """Run passes with prompts, of every number of rows up to three captured sizes after the first gap between sizes.
+    """Run passes with prompts, of every number of rows up to the third captured size after a gap.
 
     Up to there each number has a graph. A prompt is as long as its model knows, the rest is another request's. They
     share no block of the cache.
@@ -361,9 +362,10 @@ def every_number_of_rows(llm: Any) -> dict[str, Any]:
 
 
 def serve_from_another_process(model: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Requests to an engine that has a process of its own, which still answers calls when they have had their time.
+    """Send requests to an engine in a process of its own, which must still answer calls afterwards.
 
-    A canvas that never converges sends nothing from there, so that its passes cannot be counted here.
+    A canvas that never converges sends nothing from there, so that its passes cannot be counted
+    here.
     """
     llm = start(model, **options)
     engine = llm.llm_engine
@@ -381,7 +383,7 @@ def _step_until_done(engine: Any) -> None:
 
 
 def sleep(model: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Requests before and after each level of sleep, and how many MiB it gives back to the device."""
+    """Run requests before and after each level of sleep; return the MiB that it frees."""
     import torch
     from vllm.distributed.device_communicators import cuda_wrapper
 
@@ -402,7 +404,7 @@ def sleep(model: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _leave_out_cute() -> None:
-    """Route experts without vLLM's CuTe kernels, whose own CUDA runtime a null GPU does not have."""
+    """Route experts without vLLM's CuTe kernels, whose CUDA runtime a null GPU lacks."""
     from vllm.model_executor.kernels.linear.cute_dsl import ll_bf16, ll_fp32w
 
     for kernel in (ll_bf16, ll_fp32w):
@@ -419,7 +421,7 @@ def start_shape(model: str, options: dict[str, Any]) -> Any:
 
 
 def serve_shape(model: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Start a large shape with dummy weights, and say what it took and asks of the driver."""
+    """Start a large shape with dummy weights; return its memory and its calls to the driver."""
     import torch
 
     llm = start_shape(model, options)
@@ -449,7 +451,7 @@ def serve_shape(model: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def count_rows(model: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Rows, and products with the vocabulary, for each token of a shape with dummy weights at several loads."""
+    """Count rows and products per token of a shape with dummy weights, at several loads."""
     from tests.support.row_counts import RowCounter, RowCounts, serve
 
     llm = start(model, load_format="dummy", skip_tokenizer_init=True, **options)
@@ -471,7 +473,7 @@ def count_rows(model: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _decide_by_steps(runner: Any) -> None:
-    """Have the canvases of each request converge after other numbers of steps, and be emitted in the order's own pass."""
+    """Let the canvases of each request converge after different numbers of steps."""
     from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
     stock, prepare = AsyncOutput.get_output, runner.model_state.prepare_attn
@@ -505,7 +507,7 @@ def _decide_by_steps(runner: Any) -> None:
 
 
 def _give_scales() -> None:
-    """Put 1.0 where vLLM reads the scales of an FP8 cache, which nothing has filled on the null GPU."""
+    """Put 1.0 for the scales of an FP8 cache, which nothing fills on the null GPU."""
     import torch
     from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 

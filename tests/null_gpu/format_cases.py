@@ -1,4 +1,4 @@
-"""Checkpoints loaded on the null GPU's platform, where vLLM chooses a GPU's layers; their tensors stay on the CPU."""
+"""Checkpoints loaded on the null GPU's platform, with a GPU's layers and tensors on the CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.loading import load, one_rank
 
 
 def load_each(folders: list[str]) -> list[str]:
-    """For each checkpoint what refused it, or nothing."""
+    """Return for each checkpoint the error that refused it, or nothing."""
     outcomes = []
     with one_rank():
         for folder in folders:
@@ -24,7 +24,7 @@ def load_each(folders: list[str]) -> list[str]:
 
 
 def serve_floats(model: str, scheme: str) -> dict[str, Any]:
-    """Start an engine that quantises weights while it loads them: its kernels, and passes of requests."""
+    """Start an engine that quantizes weights while loading; return its kernels and passes."""
     from vllm_diffusion.weights.formats import describe_kernels
 
     decide_outcomes()

@@ -1,4 +1,4 @@
-"""Kernels of a steady pass by name: six layers of the 26B shape in FP8, with the defaults of ``vllm serve``.
+"""Kernels of a steady pass by name: six layers of the 26B shape in FP8, with a server's defaults.
 
     python -m tests.null_gpu.pass_kernels               # prints how often each part of the pass launches each kernel
     python -m tests.null_gpu.pass_kernels --canvases 8
@@ -33,7 +33,7 @@ SECONDS = 1800
 
 
 def write_six_layers(folder: Path, name: str) -> Path:
-    """Write a config of the 26B shape's first period of layers: five with a window, and one without.
+    """Write a config of the 26B shape's first six layers: five with a window, and one without.
 
     Args:
         folder: Does not exist yet.
@@ -112,7 +112,7 @@ def launches_by_part(call: Callable[[], object]) -> Counter[tuple[str, str]]:
 
 
 def short(name: str) -> str:
-    """Shorten a name as C++ has it to the function and what it applies: templates name all of their arguments."""
+    """Shorten a C++ name with all template arguments to the function and what it applies."""
     if name.startswith("cublas"):
         return name
     named = re.sub(r"\(anonymous namespace\)::", "", name)
@@ -120,7 +120,7 @@ def short(name: str) -> str:
     applied = re.findall(
         r"\b(?!gpu_)\w+(?:Functor\w*|Ops|_kernel_cuda|_kernel_impl|_cuda)\b", named
     )
-    # A binary operation is the argument of one that says how it is called.
+    # A binary operation is the argument of another that defines its call.
     applied = [word for word in applied if not re.match("(Binary|AUnary|BUnary)Functor", word)]
     return f"{function} of {applied[0]}" if applied else function
 

@@ -1,4 +1,4 @@
-"""Start everything that is served on the null GPU, one case after another, and go on where it was stopped.
+"""Start everything that is served on the null GPU, and go on where an earlier run stopped.
 
     python -m tests.null_gpu.rehearsal             # runs what has not passed since the code changed
     python -m tests.null_gpu.rehearsal --list      # prints it
@@ -34,7 +34,7 @@ SECONDS = 900
 
 
 def sources_key() -> str:
-    """What a case passed with: every source that it could run."""
+    """Return a key of every source that a case could run."""
     digest = hashlib.sha256()
     for folder in SOURCES:
         for path in sorted((ROOT / folder).rglob("*")):
@@ -52,7 +52,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def differences(known: Any, found: Any, where: str = "") -> list[str]:
-    """Where two pieces of data differ, one line each."""
+    """Return where two pieces of data differ, one line each."""
     if isinstance(known, dict) and isinstance(found, dict):
         return [
             line
@@ -75,14 +75,14 @@ def run_case(gpu: NullGpu, case: Case) -> Outcome:
 
 
 def kernels_in(log: str) -> list[str]:
-    """What vLLM logs of the implementations that it has chosen; without paths, which differ between machines."""
+    """Return vLLM's log lines of chosen implementations, without paths."""
     return sorted(
         set(re.findall(r"INFO .*?\] ((?:Using|Selected) [^\n/]{,120})(?:[^\n/]*)$", log, re.M))
     )
 
 
 def found_by(outcome: Outcome) -> dict[str, Any]:
-    """What is kept of a case: its facts, or the line that refused it."""
+    """Return the facts of a case that are recorded, or the line that refused it."""
     if outcome.error is None:
         found = {"starts": True, "kernels": kernels_in(outcome.text()), **outcome.value}
         for name in ("kinds", "checked_kinds"):
@@ -121,7 +121,7 @@ def main() -> int:
     key = sources_key()
     passed = read_json(state_file)
     chosen = [case for part in arguments.only for case in cases() if part in case.name]
-    # Each once, in the order in which they are asked for.
+    # Each once, in the order in which they are requested.
     chosen = list({case.name: case for case in chosen}.values())
     waiting = [case for case in chosen if passed.get(case.name) != key]
     print(f"{len(waiting)} of {len(chosen)} cases have not passed with these sources")
@@ -149,7 +149,7 @@ def main() -> int:
             known = read_json(DATA).get(case.name)
             outcome = run_case(gpu, case)
             if found_by(outcome) != known:
-                # Compiling takes memory, of which graphs keep other parts: a start that finds all compiled counts.
+                # Compiling changes which memory graphs keep, so a start that finds all compiled counts.
                 outcome = run_case(gpu, case)
             found = found_by(outcome)
             refused = case.refusal is not None and case.refusal in found.get("error", "")

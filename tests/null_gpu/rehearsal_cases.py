@@ -1,4 +1,4 @@
-"""The cases of the rehearsal: what an engine is started with on the null GPU, by a name that says it."""
+"""The cases of the rehearsal: starts of an engine on the null GPU, by descriptive names."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Case:
 
 
 def gemma(name: str, kinds: tuple[str, ...] = ("plain",), **options: Any) -> Case:
-    """The shipped DiffusionGemma with options of the engine."""
+    """Return the shipped DiffusionGemma with options of the engine."""
     arguments = {
         "model": str(SHIPPED),
         "options": CAPTURED | options,
@@ -91,7 +91,7 @@ def orders() -> Iterator[Case]:
 
 
 def process_starts() -> Iterator[Case]:
-    """``LLM(...)`` as a user's script has it: the engine in a process of its own."""
+    """Return starts of ``LLM(...)`` as in a script, with the engine in its own process."""
     arguments = {"model": str(SHIPPED), "options": FEW | {"enforce_eager": True}}
     yield Case(
         "LLM(...) with vLLM's default process start",
@@ -102,7 +102,7 @@ def process_starts() -> Iterator[Case]:
 
 
 def families() -> Iterator[Case]:
-    """Each family with each rule that it may be asked for, and the asynchronous order."""
+    """Return each family with each of its rules, and the asynchronous order."""
     rules = {
         "llada2.0": ("reveal", "reveal_and_edit"),
         "llada2.2": ("levenshtein",),
@@ -131,7 +131,7 @@ def _family(name: str, family: str, rule: str | None, asynchronous: bool) -> Cas
 
 
 def drafts() -> Iterator[Case]:
-    """Stock's DFlash, ours of several passes, and ours with as many tokens as pay."""
+    """Return stock's DFlash, ours of several passes, and ours with as many tokens as pay."""
     kinds: dict[str, dict[str, Any]] = {
         "none": {},
         "stock's DFlash": {},
@@ -176,7 +176,7 @@ def features() -> Iterator[Case]:
 
 
 def _adapted(folder: Path) -> dict[str, Any]:
-    """Requests with an adapter of every module, experts too."""
+    """Return requests with an adapter of every module, experts too."""
     from tests.support.adapters import CONDITIONING, DECODER, ENCODER, EXPERTS, adapt
     from tests.support.oracle import Oracle
 
@@ -193,7 +193,7 @@ def _adapted(folder: Path) -> dict[str, Any]:
 
 
 def published_shape() -> Iterator[Case]:
-    """The 26B shape with dummy weights: whether it starts, with which kernels, in how much memory."""
+    """Return starts of the 26B shape with dummy weights, their kernels and memory."""
     for capability in CAPABILITIES:
         for weights in ("bf16", "fp8-dynamic", "nvfp4"):
             name = f"26B, {weights}, {capability}"
@@ -229,7 +229,7 @@ LLADA_8B = {
 
 
 def whole_sequences() -> Iterator[Case]:
-    """LLaDA-8B's shape with dummy weights, by default."""
+    """Return LLaDA-8B's shape with dummy weights, by default."""
 
     def arguments(folder: Path) -> dict[str, Any]:
         (folder / "llada").mkdir()
@@ -240,7 +240,7 @@ def whole_sequences() -> Iterator[Case]:
 
 
 def small_gpus() -> Iterator[Case]:
-    """What a GPU of 24 or 32 GiB has room for with the options of its file, and what it is refused."""
+    """Return what a GPU of 24 or 32 GiB fits with its file's options, and what it refuses."""
     for gpu, (capability, gib, preset) in SMALL_GPUS.items():
         for canvas in (256, 64):
             options = preset_options(preset) | {"diffusion_config": {"canvas_length": canvas}}
@@ -255,7 +255,7 @@ def small_gpus() -> Iterator[Case]:
 
 
 def preset_options(name: str) -> dict[str, Any]:
-    """The options of a file of ``examples/small-gpus``, as ``vllm.LLM`` has them."""
+    """Return the options of a file of ``examples/small-gpus``, as for ``vllm.LLM``."""
     given = yaml.safe_load((PRESETS / f"{name}.yaml").read_text(encoding="utf-8"))
     options = {key.replace("-", "_"): value for key, value in given.items()}
     return {key: value for key, value in options.items() if key not in SERVER_OPTIONS}
@@ -285,7 +285,7 @@ def _shape(name: str, weights: str, capability: str, gib: float, **options: Any)
 
 
 def loads() -> Iterator[Case]:
-    """Rows for each token of two layers of the 26B: its canvases and vocabulary, at 1, 8 and 32 requests."""
+    """Return rows per token of two layers of the 26B shape, at 1, 8 and 32 requests."""
     yield _rows("rows a token, asynchronous", async_scheduling=True)
     yield _rows("rows a token, fused", async_scheduling=False)
 
@@ -313,7 +313,7 @@ def _rows(name: str, **order: Any) -> Case:
 
 
 def cases() -> list[Case]:
-    """In the order in which they run."""
+    """Return all cases in the order in which they run."""
     groups = (
         orders,
         process_starts,

@@ -1,7 +1,7 @@
-"""Programs that break one of CUDA's rules each, in plain torch, run on the null GPU by ``test_rules.py``.
+"""Programs that each break one of CUDA's rules in plain torch, run by ``test_rules.py``.
 
-A function raises what CUDA makes of it, or returns what was there. ``keeps_every_rule`` does all of it as CUDA asks
-for, so that a null GPU which refuses everything fails too.
+A function raises CUDA's error, or returns the outcome. ``keeps_every_rule`` does all of it as CUDA
+requires, so that a null GPU which refuses everything fails too.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def device_tensor() -> torch.Tensor:
 
 @contextmanager
 def capture() -> Any:
-    """A capture of a side stream, as torch makes one; its graph comes out."""
+    """Capture a side stream, as torch does, and return its graph."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         yield graph
 
 
 def keeps_every_rule() -> dict[str, int]:
-    """Copies, a forked and joined stream in a capture, events, replays; what they ask of the driver."""
+    """Run copies, a forked capture, events and replays; return the driver's counts."""
     x = device_tensor()
     pinned = torch.ones(N).pin_memory()
     side = torch.cuda.Stream()

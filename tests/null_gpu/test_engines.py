@@ -1,6 +1,7 @@
-"""Engines start on the CUDA platform, captured and compiled, and answer; a pass asks the driver for no more than it did.
+"""Engines start captured and compiled on the CUDA platform, within the driver's baselines.
 
-Nothing of it says that a value is right, or how fast anything is: kernels do nothing on the null GPU.
+Nothing of it shows that a value is right, or how fast anything is: kernels do nothing on the null
+GPU.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ COUNTED = ("plain", "top_p", "logprobs")
 
 @pytest.mark.slow
 def test_the_cpu_platform_is_refused(null_gpu):
-    """Importing anything of it fails a case, wherever that happens."""
+    """A case fails if anything imports the CPU platform."""
     for module in ("vllm.v1.worker.cpu_worker", "vllm_diffusion.cpu.kernels"):
         outcome = null_gpu.run("importlib:import_module", name=module)
         assert (
@@ -51,7 +52,7 @@ def test_the_cpu_platform_is_refused(null_gpu):
 
 
 def assert_every_row(found, given):
-    """Every number of rows was run that the layout schedules, those between two captured sizes with a graph too.
+    """Check that every scheduled number of rows was run, also with a graph between two sizes.
 
     Args:
         found: Result of ``every_number_of_rows``.
@@ -95,7 +96,7 @@ def test_a_family_starts_captured(null_gpu, tmp_path, family):
 
 @pytest.mark.timeout(600)
 def test_the_shipped_checkpoint_compiled(null_gpu):
-    """As it is served by default: compiled by Inductor and captured. Every kind of request passes."""
+    """The shipped checkpoint runs every kind of request compiled and captured, as by default."""
     outcome = null_gpu.run(
         SERVE,
         model=str(SHIPPED),
@@ -116,7 +117,7 @@ def test_the_shipped_checkpoint_compiled(null_gpu):
 
 @pytest.mark.slow
 def test_the_other_ways(null_gpu):
-    """The shipped checkpoint token after token, and by drafts that are verified, with prompts of every number of rows."""
+    """Single tokens and verified drafts run prompts with every number of rows."""
     # FlashAttention-4 asks for what the null GPU has not, and FlashInfer compiles at its first call.
     stock = {"attention_backend": "TRITON_ATTN"}
     variables = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
@@ -142,9 +143,10 @@ def test_the_other_ways(null_gpu):
 
 @pytest.mark.slow
 def test_a_way_for_each_request(null_gpu):
-    """Requests of three ways in one pass, and of each alone; what a denoised one costs there and where it is the only way.
+    """Requests of three ways run in one pass and alone, within the driver's baselines.
 
-    A pass of whole canvases is one graph of the layers, whatever its ways; one of single tokens has fewer rows.
+    A pass of whole canvases is one graph of the layers, whatever its ways; one of single tokens has
+    fewer rows.
     """
     ways = ["entropy_bound", "linear_spec", "autoregressive"]
     counts = {}
@@ -169,7 +171,7 @@ def test_a_way_for_each_request(null_gpu):
 
 @pytest.mark.slow
 def test_a_steady_pass_of_the_published_shape(null_gpu, tmp_path):
-    """Six layers of the 26B's, with its vocabulary, experts and canvases, and weights that nothing fills."""
+    """A pass of six layers of the 26B shape stays within the driver's baselines."""
     model = pass_kernels.write_six_layers(tmp_path / "26b", "bf16")
     options = {
         "load_format": "dummy",
@@ -188,7 +190,7 @@ def test_a_steady_pass_of_the_published_shape(null_gpu, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1900)
 def test_the_kernels_of_a_pass(null_gpu, tmp_path):
-    """Each part of a steady pass launches the kernels that it did, by name, in FP8 and with a server's defaults."""
+    """Each part of a steady FP8 pass launches the recorded kernels by name."""
     launches = pass_kernels.trace(null_gpu, tmp_path / "26b", num_canvases=1)
     rows = {kernel: {"launches": number} for kernel, number in launches.items()}
     baselines.check("kernels of a steady pass, six layers of the 26B shape in FP8", rows)

@@ -1,4 +1,4 @@
-"""A GPU that cannot serve a model is refused by the command line in one line, before anything is loaded."""
+"""A GPU that cannot serve a model is refused in one line before anything is loaded."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ pytestmark = pytest.mark.engine
     ],
 )
 def test_a_gpu_that_cannot_serve(tmp_path, device, sentence):
+    """The command ends with one line that names why the GPU cannot serve."""
     command = [*VLLM_SERVE, str(SHIPPED), "--port", "1"]
     variables = environment(tmp_path, **device)
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
@@ -40,7 +41,7 @@ def test_a_gpu_that_cannot_serve(tmp_path, device, sentence):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_gpu_whose_kernels_are_wrong(tmp_path):
-    """The engine's process refuses it, and its line is the last of the command."""
+    """The engine's refusal of wrong kernels is the command's last line."""
     command = [*VLLM_SERVE, str(SHIPPED), "--port", "1", "--enforce-eager"]
     variables = environment(tmp_path)
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""The null GPU keeps CUDA's rules: a program that breaks one is refused with CUDA's error."""
+"""The null GPU keeps CUDA's rules: a program that breaks one gets CUDA's error."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ ERRORS = {
 
 @pytest.mark.parametrize(("program", "error"), ERRORS.items())
 def test_a_broken_rule(torch_alone, program, error):
+    """A program that breaks a rule ends with CUDA's error for it."""
     outcome = torch_alone.run(f"{BREAKS}:{program}", seconds=60)
     assert outcome.error is not None, outcome.value
     assert error in outcome.text()
 
 
 def test_a_kept_rule(torch_alone):
-    """The same things done as CUDA asks for: nothing is refused, and everything counted."""
+    """A program that keeps every rule is not refused, and everything is counted."""
     assert torch_alone.run(f"{BREAKS}:keeps_every_rule", seconds=60).checked() == {
         "graphs": 2,
         "kernels_in_graphs": 6,
@@ -34,7 +35,7 @@ def test_a_kept_rule(torch_alone):
         "copies": 2,
         "waits_for_streams": 1,
         "waits_for_events": 1,
-        # The one that is asked for, and torch's before a capture.
+        # The one that is requested, and torch's before a capture.
         "waits_for_the_device": 2,
         "allocations": 4,
     }

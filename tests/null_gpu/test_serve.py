@@ -1,4 +1,4 @@
-"""``vllm serve`` on the CUDA platform: processes that vLLM spawns, each with what a new process knows."""
+"""Tests of ``vllm serve`` on the CUDA platform, with the processes that vLLM spawns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 @pytest.mark.timeout(400)
 def test_a_server_answers(tmp_path):
-    """Over HTTP, eager, with the process of the engine spawned, as the command line has it."""
+    """A server with a spawned engine process answers over HTTP in eager mode."""
     # From 9.0 vLLM compiles a kernel of CUTLASS's for the router when few rows are routed, with a runtime of its
     # own that asks the driver for undocumented tables.
     variables = environment(tmp_path, NULL_GPU_CAPABILITY="8.9")

@@ -1,4 +1,4 @@
-"""Formats that only a GPU computes with are loaded; what a file lacks is refused."""
+"""Formats that only a GPU supports are loaded, and an incomplete file is refused."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def loaded(null_gpu: NullGpu, folders: list[Path]) -> list[str]:
     ],
 )
 def test_every_layout(name: str, layouts: list[str], null_gpu: NullGpu, tmp_path: Path) -> None:
-    """Shapes of packed weights, experts without biases, weights that vLLM repacks: none is a misfit."""
+    """Every layout of packed, repacked and bias-free weights is loaded."""
     source = source_of(name, tmp_path)
     folders = [integer_checkpoint(source, tmp_path / one, one) for one in layouts]
     assert dict(zip(layouts, loaded(null_gpu, folders), strict=True)) == dict.fromkeys(layouts, "")
 
 
 def test_lacking_tensors(null_gpu: NullGpu, tmp_path: Path) -> None:
-    """Of a packed layer and of a packed expert each tensor is needed, whole."""
+    """A packed layer or expert that lacks any of its tensors is refused."""
     layer = "model.decoder.layers.0"
     damaged = {
         f"{layer}.self_attn.q_proj.weight_packed": None,
@@ -77,7 +77,7 @@ def test_lacking_tensors(null_gpu: NullGpu, tmp_path: Path) -> None:
 def test_floats_that_are_quantised_while_they_are_loaded(
     name: str, null_gpu: NullGpu, tmp_path: Path
 ) -> None:
-    """An engine starts and answers; without one of the tensors it refuses the file."""
+    """An engine that quantizes floats while loading answers, and refuses an incomplete file."""
     source = source_of(name, tmp_path)
     case, scheme = "tests.null_gpu.format_cases:serve_floats", "fp8_per_tensor"
     served = null_gpu.run(case, model=str(source), scheme=scheme).checked()

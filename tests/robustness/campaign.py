@@ -1,4 +1,4 @@
-"""Thousands of requests of every kind at a server, and what must hold after each round of them.
+"""Sends thousands of requests of every kind to a server, and checks it after each round.
 
     python -m tests.robustness.campaign --requests 10000 --seed 1 --order async --tp 2
     python -m tests.robustness.campaign --minutes 300
@@ -110,7 +110,7 @@ class Tally:
 def describe(
     server: Server, *, images: bool, ways: Sequence[str] = (), has_priorities: bool = False
 ) -> Served:
-    """What a server can be asked for."""
+    """Describe what a server can be sent."""
     openapi = httpx.get(f"{server.url}/openapi.json", timeout=60).json()
     (model,) = httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]
     length = model["max_model_len"]
@@ -222,14 +222,14 @@ class OwnServer:
         return self.server
 
     def is_alive(self) -> bool:
-        """Whether it answers."""
+        """Return whether the server answers."""
         try:
             return httpx.get(f"{self.server.url}/health", timeout=60).status_code == 200
         except httpx.TransportError:
             return False
 
     def fails(self, request: Request) -> str | None:
-        """How a request fails alone; ``None`` if it does not."""
+        """Return how a request fails alone, or ``None`` if it does not."""
         if not self.is_alive():
             self.start()
         outcome = send_alone(self.server, request)
@@ -243,7 +243,7 @@ class OwnServer:
 
 
 def keep(own: OwnServer, failures: Sequence[Failure], folder: Path) -> None:
-    """Write what failed to files that ``--replay`` reads, and say how each fails alone."""
+    """Write failures to files that ``--replay`` reads, and print how each fails alone."""
     folder.mkdir(parents=True, exist_ok=True)
     for failure in failures:
         if failure.request is not None:
@@ -254,7 +254,7 @@ def keep(own: OwnServer, failures: Sequence[Failure], folder: Path) -> None:
 
 
 def options_of(order: str, num_ranks: int, ways: Sequence[str] = ()) -> list[str]:
-    """Of ``vllm serve``: images, priorities, and a KV cache that one request of the longest kind fills."""
+    """Return options of ``vllm serve``: images, priorities, and a cache for one long request."""
     options = [*PARSERS, "--scheduling-policy", "priority"]
     options += ["--limit-mm-per-prompt", '{"image": 1, "video": 0, "audio": 0}']
     options += ["--max-model-len", "512", "--kv-cache-memory-bytes", str(5 * 1024**2 // 4)]
@@ -272,7 +272,7 @@ def campaign(
     report: Callable[[str], None],
     ways: Sequence[str] = (),
 ) -> Tally:
-    """Rounds of requests until there were ``num_requests``, or the clock says ``until``."""
+    """Run rounds of requests until there were ``num_requests``, or until the time ``until``."""
     tally = Tally()
     served = describe(own.start(), images=True, ways=ways, has_priorities=True)
     preempted = 0.0
@@ -285,7 +285,7 @@ def campaign(
         if not own.is_alive():
             tally.failures.append(Failure(f"the server died in requests {numbers}"))
             own.start()
-            # What a new process takes is no growth.
+            # The memory of a new process is not growth.
             tally.rss.clear()
         preempted = own.server.metric("vllm:num_preemptions_total")
         report(

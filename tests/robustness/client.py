@@ -80,7 +80,7 @@ class Outcome:
 
     @property
     def sort(self) -> str:
-        """A column of the campaign's table; ``failed`` for what must not be."""
+        """Return a column of the campaign's table; ``failed`` for what must not happen."""
         if self.ending == "left":
             return "aborted"
         if self.ending != "answer" or self.status is None:
@@ -90,7 +90,7 @@ class Outcome:
         return "refused" if self.status < 500 else "failed"
 
     def vllms_own(self, request: Request) -> VllmsOwn | None:
-        """Why a 5xx is not ours; ``None`` if it is."""
+        """Return why a 5xx is vLLM's and not ours, or ``None``."""
         if self.ending != "answer" or self.sort != "failed":
             return None
         body = request.body if isinstance(request.body, str) else json.dumps(request.body)
@@ -134,7 +134,7 @@ def send(client: httpx.Client, request: Request, seconds: float) -> Outcome:
 
 
 def events(text: str) -> list[Any]:
-    """The JSON of a stream's events; empty if ``text`` is no stream."""
+    """Return the JSON of a stream's events, or nothing if ``text`` is not a stream."""
     found = []
     for line in text.splitlines():
         if line.startswith("data: {"):
@@ -143,7 +143,7 @@ def events(text: str) -> list[Any]:
 
 
 def _error_event(text: str) -> int | None:
-    """The code of an error in a stream that had begun with 200."""
+    """Return the code of an error in a stream that had begun with 200."""
     if "error" not in text or not text.lstrip().startswith(("data:", "event:")):
         return None
     for event in events(text):
@@ -158,7 +158,7 @@ def _error_event(text: str) -> int | None:
 
 
 def answers(request: Request, outcome: Outcome) -> list[Any]:
-    """What each choice says and why it ended; numbers that round and random names left out."""
+    """Return each choice's text and finish reason, without rounded numbers and random names."""
     assert request.path in (COMPLETIONS, CHAT)
     if not events(outcome.text):
         choices = json.loads(outcome.text)["choices"]

@@ -1,4 +1,4 @@
-"""Bodies of requests, made from what the server says of itself in ``/openapi.json``."""
+"""Bodies of requests, made from the server's own ``/openapi.json``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LETTERS = 'ab0 _-.\n\x00é中<|>{}[]"\\'
 
 
 def request_schemas(openapi: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The schema of the JSON body of every path that is posted to."""
+    """Return the schema of the JSON body of every path that accepts POST."""
     schemas = {}
     for path, methods in openapi["paths"].items():
         content = methods.get("post", {}).get("requestBody", {}).get("content", {})
@@ -30,7 +30,7 @@ def json_of(
     rng: random.Random,
     depth: int = 0,
 ) -> Any:
-    """A value of a schema, of which about one part in twenty is anything instead.
+    """Return a value of a schema, with about one part in twenty replaced by anything.
 
     Args:
         schema: Part of the description.

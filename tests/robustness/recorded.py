@@ -1,4 +1,4 @@
-"""What the product answers, recorded, so that a change of its inside can be held to it.
+"""Records what the product answers, so that a refactoring can be compared with it.
 
     python -m tests.robustness.recorded --write before.json
     python -m tests.robustness.recorded --write after.json
@@ -208,7 +208,7 @@ def usages(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, st
 
 
 def record_commands() -> dict[str, str]:
-    """Usage of each command; what command lines are refused for is a table of `test_cli_values.py`."""
+    """Return the usage of each command; `test_cli_values.py` has the refused command lines."""
     return dict(usages(build_parser(), "vllm-diffusion"))
 
 

@@ -7,7 +7,7 @@ from the server's own OpenAPI description.
 
 Each request is drawn by itself from a seed and its number. Hypothesis, which varies what it drew
 before in search of one failure, repeats itself too much for that: of 500 requests it made 48 hostile
-ones of two sorts, where a fifth was asked for. It searches the door instead (``test_door.py``).
+ones of two sorts, where a fifth was requested. It searches the door instead (``test_door.py``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COMPLETIONS, CHAT, DECISIONS = "/v1/completions", "/v1/chat/completions", "/v1/d
 
 @dataclass(frozen=True)
 class Served:
-    """What the server can be asked for.
+    """The requests that the server accepts.
 
     Attributes:
         canvas_length: Its canvas width in tokens.
@@ -72,7 +72,7 @@ class Request:
 
 
 def draw_request(served: Served, seed: int, number: int) -> Request:
-    """Request ``number`` of a campaign, the same for the same seed and server."""
+    """Return request ``number`` of a campaign, the same for the same seed and server."""
     rng = random.Random(f"{seed}/{number}")
     kind = rng.choice(KINDS)
     path, body = {"valid": valid, "edge": edge, "hostile": hostile}[kind](served, rng)
@@ -83,7 +83,7 @@ def draw_request(served: Served, seed: int, number: int) -> Request:
 
 
 def some_of(fields: Fields, most: int, rng: random.Random) -> dict[str, Any]:
-    """Up to ``most`` of the fields."""
+    """Return up to ``most`` of the fields."""
     names = rng.sample(sorted(fields), rng.randint(0, most))
     return {name: fields[name](rng) for name in names}
 
@@ -119,12 +119,12 @@ TOOL = {
 
 
 def _token_id(served: Served, rng: random.Random) -> int:
-    """Ordinary text of the shipped checkpoint, and of any larger one."""
+    """Return a token of ordinary text of the shipped checkpoint, and of any larger one."""
     return rng.randrange(24, min(served.vocab_size, 276))
 
 
 def _sampling(served: Served) -> Fields:
-    """What both kinds of completion know, within its bounds."""
+    """Return fields that both kinds of completion have, within their bounds."""
     token_id = functools.partial(_token_id, served)
 
     def biases(rng: random.Random) -> dict[str, float]:
@@ -156,7 +156,7 @@ def _sampling(served: Served) -> Fields:
 
 
 def _canvas(served: Served) -> Fields:
-    """``vllm_xargs`` within their bounds; the server's own temperatures are 0.8 and 0.4."""
+    """Return ``vllm_xargs`` within their bounds; the server's own temperatures are 0.8 and 0.4."""
     return {
         "diffusion_canvas_length": lambda rng: rng.randint(1, served.canvas_length),
         "diffusion_entropy_bound": lambda rng: rng.uniform(0.01, 2),
@@ -169,7 +169,7 @@ def _canvas(served: Served) -> Fields:
 
 
 def _constraint(rng: random.Random) -> dict[str, Any]:
-    """A constraint that vLLM's default back end knows."""
+    """Return a constraint that vLLM's default back end supports."""
     kinds: dict[str, tuple[Any, ...]] = {
         "regex": REGEXES,
         "json": SCHEMAS,
@@ -182,7 +182,7 @@ def _constraint(rng: random.Random) -> dict[str, Any]:
 
 
 def _seeded_canvas(served: Served, rng: random.Random) -> dict[str, Any]:
-    """A first canvas with some positions held in place."""
+    """Return a first canvas with some fixed positions."""
     width = rng.randint(1, served.canvas_length)
     return {
         "diffusion_canvas_length": width,
@@ -193,7 +193,7 @@ def _seeded_canvas(served: Served, rng: random.Random) -> dict[str, Any]:
 
 @functools.cache
 def picture(width: int = 24, height: int = 24, shade: int = 90, form: str = "PNG") -> str:
-    """An image as a data URL."""
+    """Return an image as a data URL."""
     from PIL import Image
 
     content = io.BytesIO()
@@ -203,7 +203,7 @@ def picture(width: int = 24, height: int = 24, shade: int = 90, form: str = "PNG
 
 
 def image_message(url: str) -> list[dict[str, Any]]:
-    """A user's question about an image."""
+    """Return a user's question about an image."""
     parts = [
         {"type": "image_url", "image_url": {"url": url}},
         {"type": "text", "text": "What is in the picture?"},
@@ -212,7 +212,7 @@ def image_message(url: str) -> list[dict[str, Any]]:
 
 
 def _prompt(served: Served, rng: random.Random) -> Posted:
-    """Where to, and the prompt's fields."""
+    """Return the path and the prompt's fields."""
     if served.images and rng.random() < 0.1:
         return CHAT, {"messages": image_message(picture(shade=30 * rng.randrange(8)))}
     if rng.random() < 0.3:
@@ -225,7 +225,7 @@ def _prompt(served: Served, rng: random.Random) -> Posted:
 
 
 def _decision(rng: random.Random) -> Posted:
-    """Questions of every kind about one text, each with a canvas or all in one."""
+    """Return questions of every kind about one text, each with a canvas or all in one."""
     questions: list[dict[str, Any]] = [
         {"type": "predicate", "name": "blue", "instructions": rng.choice(TEXTS[:-1])},
         {
@@ -248,7 +248,7 @@ def _decision(rng: random.Random) -> Posted:
 
 
 def valid(served: Served, rng: random.Random) -> Posted:
-    """A request that must be answered."""
+    """Return a request that must be answered."""
     if rng.random() < 0.05:
         return _decision(rng)
     return valid_generation(served, rng)
@@ -259,7 +259,7 @@ _OF_KNOWN_TOKENS = ("presence_penalty", "frequency_penalty", "repetition_penalty
 
 
 def _of_way(served: Served, rng: random.Random) -> Posted:
-    """A request that chooses its way to decode."""
+    """Return a request that chooses its way to decode."""
     path, body = _prompt(served, rng)
     fields = {k: v for k, v in _sampling(served).items() if k not in _OF_KNOWN_TOKENS}
     body |= {"max_tokens": rng.randint(1, 60), **some_of(fields, 4, rng)}
@@ -273,7 +273,7 @@ def _of_way(served: Served, rng: random.Random) -> Posted:
 
 
 def valid_generation(served: Served, rng: random.Random) -> Posted:
-    """A request for text that must be answered."""
+    """Return a request for text that must be answered."""
     if served.ways and rng.random() < 0.6:
         return _of_way(served, rng)
     path, body = _prompt(served, rng)
@@ -320,7 +320,7 @@ def valid_generation(served: Served, rng: random.Random) -> Posted:
 
 
 def _agreeing(body: dict[str, Any]) -> dict[str, Any]:
-    """A body without fields that vLLM refuses together."""
+    """Return a body without fields that vLLM refuses together."""
     if "min_tokens" in body and "allowed_token_ids" in body:
         # What is allowed may be what ends it.
         body.pop("stop_token_ids", None)
@@ -402,7 +402,7 @@ def _id_list(served: Served, rng: random.Random) -> list[Any]:
 
 
 def _edge_change(served: Served, rng: random.Random) -> tuple[str, str, Any]:
-    """Where (the body or its ``vllm_xargs``), which field, and its value."""
+    """Return where to change (the body or its ``vllm_xargs``), which field, and its value."""
     texts = (*TEXTS, "", "\x00", "\ud800", "é" * 500, "<|tool_call>", "a" * 5000)
     draw = rng.random()
     if draw < 0.3:
@@ -428,7 +428,7 @@ def _edge_change(served: Served, rng: random.Random) -> tuple[str, str, Any]:
 
 
 def edge(served: Served, rng: random.Random) -> Posted:
-    """A valid request with one to three fields changed."""
+    """Return a valid request with one to three fields changed."""
     if rng.random() < 0.05:
         return _edge_decision(served, rng)
     path, body = valid_generation(served, rng)
@@ -439,7 +439,7 @@ def edge(served: Served, rng: random.Random) -> Posted:
 
 
 def _edge_decision(served: Served, rng: random.Random) -> Posted:
-    """A decision with a field of its description that is anything, or names that are asked twice."""
+    """Return a decision with an arbitrary field of its description, or duplicate names."""
     path, body = _decision(rng)
     schema = request_schemas(served.openapi)[path]["$ref"].rsplit("/", 1)[1]
     field = rng.choice(sorted(served.openapi["components"]["schemas"][schema]["properties"]))
@@ -526,7 +526,7 @@ _ODD_VALUES = (
 
 
 def _odd_schema(rng: random.Random, depth: int = 0) -> Any:
-    """Keywords of JSON Schema with values of any type."""
+    """Return keywords of JSON Schema with values of any type."""
     schema: dict[str, Any] = {}
     for keyword in rng.sample(
         sorted(CONSTRAINING | NOTES | {"nullable", "title"}), rng.randint(1, 3)
@@ -538,7 +538,7 @@ def _odd_schema(rng: random.Random, depth: int = 0) -> Any:
 
 
 def _constrained(served: Served, rng: random.Random) -> Posted:
-    """A constraint and settings that contradict each other or lead nowhere."""
+    """Return a constraint and settings that contradict each other or lead nowhere."""
     path, body = _prompt(served, rng)
     odd = {"json": _odd_schema(rng)}
     constraint = rng.choice([rng.choice(HOSTILE_CONSTRAINTS), _constraint(rng), odd])
@@ -550,7 +550,7 @@ def _constrained(served: Served, rng: random.Random) -> Posted:
 
 
 def _bad_image(served: Served, rng: random.Random) -> Posted:
-    """A data URL of something else, or of a strange shape."""
+    """Return a data URL of something else, or of a strange shape."""
     png = picture()
     url = rng.choice(
         [
@@ -569,7 +569,7 @@ def _anything(rng: random.Random) -> Any:
 
 
 def _described(served: Served, rng: random.Random) -> Posted:
-    """A body of any endpoint made from its description, wrong here and there."""
+    """Return a body of any endpoint made from its description, with some errors."""
     schemas = request_schemas(served.openapi)
     path = rng.choice(sorted(schemas))
     body = json_of(schemas[path], served.openapi, _anything, rng)
@@ -582,7 +582,7 @@ def _described(served: Served, rng: random.Random) -> Posted:
 
 
 def _mistyped(served: Served, rng: random.Random) -> Posted:
-    """A valid request with one field of its description given anything, or made from it."""
+    """Return a valid request with an arbitrary value in one field of its description."""
     path, body = valid_generation(served, rng)
     name = request_schemas(served.openapi)[path]["$ref"].rsplit("/", 1)[1]
     properties = served.openapi["components"]["schemas"][name]["properties"]
@@ -593,12 +593,12 @@ def _mistyped(served: Served, rng: random.Random) -> Posted:
 
 
 def _broken(served: Served, rng: random.Random) -> Posted:
-    """What is no request, or goes nowhere."""
+    """Return something that is not a request, or has no endpoint."""
     paths = (COMPLETIONS, CHAT, "/v1/responses", "/v1/messages", "/tokenize", "/nowhere")
     return rng.choice(paths), rng.choice(BROKEN_BODIES)
 
 
 def hostile(served: Served, rng: random.Random) -> Posted:
-    """A request that wants to do harm."""
+    """Return a request that tries to do harm."""
     makers = (_constrained, _constrained, _mistyped, _described, _broken, _bad_image)
     return rng.choice(makers)(served, rng)

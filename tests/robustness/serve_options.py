@@ -1,4 +1,4 @@
-"""Start the shipped checkpoint with each option of ``vllm serve``, and say what becomes of it.
+"""Start the shipped checkpoint with each option of ``vllm serve``, and print the outcome.
 
 python -m tests.robustness.serve_options [--only=OPTION ...] [--together] [--try="--option value" ...]
 
@@ -211,7 +211,7 @@ def _answers(config: Any) -> tuple[tuple[int, ...], ...]:
         constraint = StructuredOutputsParams(regex="[a-c]{3,5}")
         requests.append((shared, 12, {"structured_outputs": constraint}))
     for index, (prompt, length, settings) in enumerate(requests):
-        # A grammar says itself where its answer ends.
+        # A grammar decides itself where its answer ends.
         min_tokens = 0 if "structured_outputs" in settings else length
         engine.add_request(
             str(index),
@@ -253,7 +253,7 @@ class Trial:
     sentence: str = ""
 
     def agrees(self, outcome: Outcome) -> bool:
-        """Return true if the outcome is as the file says."""
+        """Return true if the outcome is that of the file."""
         if not self.expected:
             return True
         is_explained = not self.sentence or explains(self.sentence, outcome.line)

@@ -1,4 +1,4 @@
-"""A short campaign on the shared server; a long one is a command (``campaign.py``)."""
+"""Runs a short campaign on the shared server; a long one is a command (``campaign.py``)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ NUM_REQUESTS = 150
 
 @pytest.mark.engine
 def test_short_campaign(server: Server) -> None:
-    """Requests of every kind are answered, refused or left, and leave the server as it was."""
+    """After requests of every kind, answered, refused or left, the server is as before."""
     tally = Tally()
     served = describe(server, images=False)
     print(f"\nseed {SEED}")
     run_round(server, served, SEED, range(NUM_REQUESTS), tally, compared=8)
     print(tally.table())
     assert not tally.failures, "\n".join(map(str, tally.failures))
-    # A campaign that says little of what it is meant for proves little.
+    # A campaign with few requests of each kind proves little.
     sent = tally.counts.total()
     assert sent == NUM_REQUESTS
     for sort in ("answered", "refused", "aborted"):

@@ -1,4 +1,4 @@
-"""What the door lets through, the device holds: Hypothesis looks for a number that it does not."""
+"""Hypothesis searches for an accepted number that the device's tensors cannot hold."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ numbers = st.one_of(st.sampled_from(NUMBERS), st.floats(), st.integers(), st.int
 
 
 def assert_held(given_value: float, held: float) -> None:
-    """``held``, on the device, is ``given_value`` but for float32's rounding, by which a temperature may become 0."""
+    """Check that ``held`` is ``given_value`` in float32, where a temperature may become 0."""
     assert math.isfinite(held)
     rounded = torch.tensor(given_value, dtype=torch.float32).item()
     assert held == pytest.approx(rounded, rel=1e-6, abs=0), (given_value, held)
@@ -33,7 +33,7 @@ def assert_held(given_value: float, held: float) -> None:
 @example({"diffusion_t_min": 1e-46, "diffusion_t_max": 1.0})
 @settings(max_examples=400, deadline=None)
 def test_numbers_of_a_request(arguments: dict[str, Any]) -> None:
-    """What is not refused by its name arrives in the slots as it was sent."""
+    """Every number that is accepted arrives in the slots as it was sent."""
     from vllm.exceptions import VLLMValidationError
 
     from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest

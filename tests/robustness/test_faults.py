@@ -1,4 +1,4 @@
-"""What clients, processes and the machine see of a fault: an error or an end, and nothing left.
+"""A fault gives clients an error or an end, and leaves no process or memory.
 
 pytest -m slow tests/robustness/test_faults.py
 """
@@ -49,7 +49,7 @@ class Waiting:
 
 
 def long_request(index: int) -> dict[str, Any]:
-    """One that takes many seconds."""
+    """Return a request that takes many seconds."""
     return {
         "model": MODEL,
         "prompt": f"Count from {index}",
@@ -61,7 +61,7 @@ def long_request(index: int) -> dict[str, Any]:
 
 
 def start_client(server: Server, index: int, *, stream: bool) -> Waiting:
-    """Ask for a long answer, and read it in a thread."""
+    """Request a long answer, and read it in a thread."""
 
     def read() -> None:
         body = {**long_request(index), "stream": stream}
@@ -80,7 +80,7 @@ def start_client(server: Server, index: int, *, stream: bool) -> Waiting:
 
 
 def start_clients(server: Server) -> list[Waiting]:
-    """Clients in the middle of streams, and others that wait for a whole answer."""
+    """Start clients in the middle of streams, and others that wait for a whole answer."""
     clients = [start_client(server, index, stream=index % 2 == 0) for index in range(6)]
     for client in clients[::2]:
         assert client.begun.wait(WAIT_SECONDS), "no stream began"
@@ -88,14 +88,14 @@ def start_clients(server: Server) -> list[Waiting]:
 
 
 def shared_memory_of(processes: list[psutil.Process]) -> set[Path]:
-    """Files that other processes could map too."""
+    """Return the files that other processes could map too."""
     paths = {mapped.path for process in processes for mapped in process.memory_maps()}
     return {Path(path) for path in paths if path.startswith("/dev/shm/")}
 
 
 @contextmanager
 def leaves_nothing(server: Server) -> Iterator[None]:
-    """The server ends by itself, with its processes, its port and its shared memory."""
+    """Check that the server ends by itself, with its processes, port and shared memory."""
     processes = server.processes()
     shared = shared_memory_of(processes)
     yield
@@ -111,7 +111,7 @@ def leaves_nothing(server: Server) -> Iterator[None]:
 
 
 def assert_all_end(clients: list[Waiting]) -> list[str]:
-    """Every client got an error or an end; which."""
+    """Check that every client got an error or an end, and return which."""
     for client in clients:
         client.thread.join(WAIT_SECONDS)
         assert client.ending, "a client still waits"
@@ -120,7 +120,7 @@ def assert_all_end(clients: list[Waiting]) -> list[str]:
 
 @contextmanager
 def small_server(tmp_path: Path, *options: str, **variables: str) -> Iterator[Server]:
-    """A server of its own, short of KV cache."""
+    """Run a server of its own, short of KV cache."""
     log = tmp_path / "server.log"
     with start_server(SHIPPED, log, *SMALL_CACHE, *options, **variables) as server:
         yield server
@@ -129,7 +129,7 @@ def small_server(tmp_path: Path, *options: str, **variables: str) -> Iterator[Se
 @pytest.mark.slow
 @pytest.mark.parametrize("thread", ["input", "output"])
 def test_thread_of_the_engine_raises(thread: str, tmp_path: Path) -> None:
-    """Without it the engine could not be reached, so every client is told and the server goes."""
+    """An engine whose thread raised ends the server with an error for every client."""
     middleware = f"{thread_faults.__name__}.{thread_faults.raise_in_thread.__name__}"
     root = str(Path(__file__).resolve().parents[2])
     with small_server(tmp_path, "--middleware", middleware, PYTHONPATH=root) as server:
@@ -145,7 +145,7 @@ def test_thread_of_the_engine_raises(thread: str, tmp_path: Path) -> None:
     "options", [(), ("--tensor-parallel-size", "2")], ids=["one rank", "two ranks"]
 )
 def test_terminated(options: tuple[str, ...], tmp_path: Path) -> None:
-    """SIGTERM with requests in flight: each client gets an error or an end, a request that comes late a 503.
+    """SIGTERM gives each request in flight an error or an end, and a late one a 503.
 
     Processes are spawned, as ``vllm serve`` does.
     """
@@ -162,7 +162,7 @@ def test_terminated(options: tuple[str, ...], tmp_path: Path) -> None:
 
 
 def tokenize_until_gone(server: Server, statuses: list[int]) -> None:
-    """Send requests that end at once until nobody answers, and append their statuses."""
+    """Send short requests until no server answers, and append their statuses."""
     while True:
         try:
             statuses.append(server.post("/tokenize", {"prompt": "a"}).status_code)
@@ -178,7 +178,7 @@ def probe(server: Server, seconds: float) -> int:
 
 @pytest.mark.slow
 def test_engine_that_stands_still(tmp_path: Path) -> None:
-    """The probe fails while the engine's process is stopped, idle or busy, and passes before and after.
+    """The probe fails while the engine's process is stopped, and passes before and after.
 
     ``/health`` notices nothing. A request of a busy server may wait for longer than the probe does.
     """

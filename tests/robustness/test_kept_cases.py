@@ -1,4 +1,4 @@
-"""What campaigns and people found, made small: each ends, alone, and nobody else notices."""
+"""Failures that campaigns and people found, as small requests that must end alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CASES: list[dict[str, Any]] = json.loads(
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_kept_case(case: dict[str, Any], server: Server) -> None:
-    """It is answered or refused, as it says, in seconds, and the server is idle and answers."""
+    """A kept case gets its recorded answer or refusal, and leaves the server idle."""
     body = {"model": MODEL, "prompt": "a", "max_tokens": 8, **case["body"]}
     outcome = send_alone(server, Request("hostile", case.get("path", COMPLETIONS), body))
     server.wait_until_idle()

@@ -78,7 +78,7 @@ def merge_shared(model: nn.Module, folder: Path, *, seed: int = 0, rank: int = 4
 
 
 def rename(folder: Path, published: Callable[[str], str]) -> None:
-    """Give a saved adapter's modules the names that the published model has them under."""
+    """Give a saved adapter's modules the names that the published model has for them."""
     path = folder / "adapter_model.safetensors"
     prefix = "base_model.model."
     tensors = {
@@ -91,7 +91,7 @@ def rename(folder: Path, published: Callable[[str], str]) -> None:
 def write_adapter(
     folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any] | None = None
 ) -> Path:
-    """An adapter's two files, without PEFT; names without its prefix, and ``config`` over rank 4."""
+    """Write an adapter's files without PEFT: names without prefix, ``config`` over rank 4."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": [], "bias": "none"}
     content |= config or {}

@@ -9,7 +9,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 
 class Processor(InputProcessor):
-    """vLLM's input processor of a model without a tokenizer, which keeps what it was told to forget.
+    """vLLM's input processor of a model without a tokenizer, which records what it has to forget.
 
     Attributes:
         forgotten: Hashes of pictures that are no longer to be taken for the engine's.

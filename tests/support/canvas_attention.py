@@ -1,4 +1,4 @@
-"""What canvas_attention must compute, term by term in fp64, and its kernels cut into small pieces."""
+"""The definition of canvas_attention, term by term in fp64, and its kernels in small pieces."""
 
 import contextlib
 import functools
@@ -27,7 +27,7 @@ IMPLS = ["reference", "triton", "triton-tiny"]
 
 
 def sees(p, j, *, seq_len, canvas_start, window_left, window_right, anchor, span):
-    """DESIGN's rule for one query position and one key, term by term."""
+    """Return the rule for one query position and one key, term by term."""
     if not 0 <= j <= seq_len - 1:
         return False
     if p < canvas_start:
@@ -50,7 +50,7 @@ def expected(
     key_scale=1.0,
     value_scale=1.0,
 ) -> Tensor:
-    """Attention of the live rows in ``dtype``, one sequence and one mask element after the other."""
+    """Compute attention of the live rows in ``dtype``, by sequence and mask element."""
     batch = CanvasBatch(**{k: t if t is None else t.cpu() for k, t in batch.tensors().items()})
     out = torch.zeros(batch.num_live_tokens, *batch.query.shape[1:], dtype=dtype)
     block_size = batch.key_cache.shape[1]
@@ -113,7 +113,7 @@ def three_at_most(programs, at_once, keys, partial_bytes, most):
 
 @contextlib.contextmanager
 def configured(impl: str):
-    """The kernels of an entry of IMPLS, with NaN for scratch; yields the name the API knows."""
+    """Use the kernels of an entry of IMPLS, with NaN as scratch; yield the name in the API."""
     if impl == "reference":
         yield impl
         return
@@ -145,7 +145,7 @@ def arguments_of(
     most_splits=8,
     **sequences,
 ) -> tuple[Tensor, PagedCache, Sequences, AttentionOptions]:
-    """What canvas_attention takes, from tensors and numbers by name."""
+    """Return the arguments of canvas_attention, from tensors and numbers by name."""
     return (
         query,
         PagedCache(key_cache, value_cache, key_scale, value_scale),
@@ -155,7 +155,7 @@ def arguments_of(
 
 
 def attend(*, out=None, impl="auto", **named) -> Tensor:
-    """canvas_attention of tensors and numbers by name."""
+    """Call canvas_attention with tensors and numbers by name."""
     query, cache, sequences, options = arguments_of(**named)
     return canvas_attention(query, cache, sequences, options, out=out, impl=impl)
 

@@ -25,7 +25,7 @@ def copy_checkpoint(
     text_config: dict[str, Any] | None = None,
     generation_config: dict[str, Any] | None = None,
 ) -> Path:
-    """The shipped checkpoint in ``folder``, with keys replaced; a value of ``None`` removes one."""
+    """Copy the shipped checkpoint with keys replaced; a value of ``None`` removes one."""
     shutil.copytree(SHIPPED, folder, dirs_exist_ok=True)
     for name, changes, section in (
         ("config.json", config, None),
@@ -60,7 +60,7 @@ def changed(
     change: Callable[[dict[str, Tensor]], Any] = lambda tensors: None,
     reconfigure: Callable[[dict[str, Any]], Any] = lambda config: None,
 ) -> Path:
-    """A copy of a checkpoint with its tensors and ``config.json`` changed in place."""
+    """Return a copy of a checkpoint with its tensors and ``config.json`` changed in place."""
     copy_all_but_weights(source, folder)
     tensors = load_file(source / "model.safetensors")
     change(tensors)

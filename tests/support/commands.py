@@ -8,7 +8,7 @@ from vllm_diffusion.cli.main import main
 
 
 def status_of(*arguments: object) -> int:
-    """Run a command; its exit status, that of a refused command line too."""
+    """Run a command; return its exit status, also that of a refused command line."""
     try:
         return main([str(argument) for argument in arguments])
     except SystemExit as refusal:
@@ -16,7 +16,7 @@ def status_of(*arguments: object) -> int:
 
 
 def refusal_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """Run a command that is refused before it prints anything; its one line."""
+    """Run a command that is refused before it prints anything; return its one line."""
     assert status_of(*arguments) == 2, arguments
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -32,7 +32,7 @@ _INDEXERS = {"__getitem__", "__setitem__", "index_put_", "index_put"}
 
 
 def _fills_by_index(index: Any, value: Any) -> bool:
-    """A number that is assigned by a tensor of indices is copied to the device first."""
+    """Return whether a number is assigned by a tensor of indices, which copies it to the device."""
     parts = index if isinstance(index, tuple) else (index,)
     return not isinstance(value, Tensor) and any(isinstance(part, Tensor) for part in parts)
 
@@ -70,7 +70,7 @@ class DeviceWaits(TorchFunctionMode):
             or (name == "__setitem__" and _fills_by_index(*args[1:]))
             or (name == "where" and len(args) == 1)
             or (name == "to" and "cpu" in map(str, args[1:]))
-            # Code that means the host says "cpu"; a device that is passed around is the GPU's.
+            # Code that means the host writes "cpu"; a device that is passed around is the GPU's.
             or (name in {"tensor", "as_tensor"} and isinstance(kwargs.get("device"), torch.device))
         ):
             caller = traceback.extract_stack(limit=2)[0]

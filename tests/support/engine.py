@@ -115,14 +115,14 @@ class TracedEngine:
     def generate(
         self, prompts: list[list[int]], *, seeds: list[int], max_tokens: int, **params: Any
     ) -> list[Any]:
-        """Token ids in, finished ``CompletionOutput`` of each prompt out, in order."""
+        """Return the finished ``CompletionOutput`` of each prompt of token ids, in order."""
         sampling = [
             self.sampling_params(seed=seed, max_tokens=max_tokens, **params) for seed in seeds
         ]
         return [output.outputs[0] for output in self.outputs(prompts, sampling)]
 
     def outputs(self, prompts: Sequence[Sequence[int]], params: Any, **more: Any) -> list[Any]:
-        """Token ids in, finished ``RequestOutput`` of each prompt out, in order."""
+        """Return the finished ``RequestOutput`` of each prompt of token ids, in order."""
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         return self.llm.generate(asked, params, use_tqdm=False, **more)
 
@@ -143,7 +143,7 @@ class TracedEngine:
 
 
 def run_here(job: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """The ``batches`` of :func:`tests.support.generate.run_engine`, of an engine in this process."""
+    """Run the ``batches`` of :func:`tests.support.generate.run_engine` in this process."""
     options = dict(job["engine"])
     engine = TracedEngine(options.pop("model"), **options)
     try:

@@ -49,7 +49,7 @@ _VERIFICATIONS = {
 
 
 def _drafts(*kept: int) -> dict[str, int]:
-    """Two drafts of four tokens each, and how many were kept at each position."""
+    """Return two drafts of four tokens each, and how many were kept at each position."""
     name = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="%d"}'
     return {name % position: count for position, count in enumerate(kept)} | {
         "vllm:spec_decode_num_drafts_total": 2,
@@ -68,12 +68,12 @@ _COUNTERS: dict[str, dict[str, int]] = {
 
 
 def command(behaviour: str, port: str = "{port}") -> list[str]:
-    """Return its command line, which waits for a port."""
+    """Return the server's command line, which lacks a port."""
     return [sys.executable, __file__, behaviour, port]
 
 
 def asked(behaviour: str) -> list[dict[str, Any]]:
-    """Return the bodies of the requests so far; the server wrote them where it was started."""
+    """Return the bodies of the requests so far, from the file that the server wrote."""
     found: list[dict[str, Any]] = json.loads(Path(f"asked-{behaviour}").read_text())
     return found
 

@@ -1,4 +1,4 @@
-"""What frames say of an answer, worked out again from them alone."""
+"""The facts of an answer that its frames imply, computed from the frames alone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Watched:
         self.outputs = [outputs[request_id] for request_id in sorted(outputs)]
 
     def canvases(self, prompt: int, choice: int = 0) -> list[list[CanvasFrame]]:
-        """Frames of each canvas of an answer, without those of canvases that were lost."""
+        """Return the frames of each canvas of an answer, without those of lost canvases."""
         canvases: dict[int, list[CanvasFrame]] = {}
         for frame in self.frames.get((prompt, choice), []):
             if frame.begins_anew:

@@ -47,14 +47,14 @@ def encoder_as_gemma4(checkpoint: Path) -> Any:
 
 @torch.no_grad()
 def logits_of(model: Any, ids: Sequence[int]) -> Tensor:
-    """[len(ids), vocab_size], float32, softcapped."""
+    """Return logits [len(ids), vocab_size], float32, softcapped."""
     found: Tensor = model(torch.tensor([list(ids)])).logits[0]
     return found
 
 
 @torch.no_grad()
 def greedy_tokens(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """``max_tokens`` likeliest tokens, one after another, whatever ends an answer."""
+    """Return the ``max_tokens`` likeliest tokens in turn, whatever ends an answer."""
     ids = torch.tensor([list(prompt)])
     found = model.generate(
         ids,

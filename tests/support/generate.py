@@ -27,7 +27,7 @@ SMALL: dict[str, Any] = {
 
 
 def small_engine(model: Path | str, **options: Any) -> dict[str, Any]:
-    """Arguments of ``LLM``."""
+    """Return arguments of ``LLM`` for a small engine."""
     return {"model": str(model)} | SMALL | options
 
 
@@ -64,14 +64,14 @@ def run_engine(job: dict[str, Any], **environment: str) -> dict[str, Any]:
 def tokens_of_batch(
     checkpoint: Path, requests: list[dict[str, Any]], **options: Any
 ) -> list[list[int]]:
-    """What one batch of requests is answered by an engine in a process of its own."""
+    """Return the answers of an engine in a process of its own to one batch of requests."""
     job = {"engine": small_engine(checkpoint, **options), "batches": [requests]}
     (answers,) = run_engine(job)["batches"]
     return [answer["tokens"] for answer in answers]
 
 
 def sampling_arguments(params: dict[str, Any]) -> dict[str, Any]:
-    """``params`` as they were before JSON made text of a bias's token ids, and a constraint plain."""
+    """Return ``params`` as before JSON, with token ids of a bias and constraints restored."""
     from vllm.sampling_params import StructuredOutputsParams
 
     own: dict[str, Any] = {}
@@ -83,7 +83,7 @@ def sampling_arguments(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_batches(llm: Any, job: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """What each request of ``job`` is answered, batch by batch, by an engine of any process."""
+    """Return the answer to each request of ``job``, batch by batch, of an engine of any process."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 

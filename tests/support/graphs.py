@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 
 def emulated_capture(function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Callable[[], Any]:
-    """A replay runs the call on the captured inputs and writes over the captured outputs."""
+    """Make a replay run the call on the captured inputs and overwrite the captured outputs."""
     output = function(*inputs)
 
     def replay() -> Any:

@@ -16,7 +16,7 @@ from vllm_diffusion.sampling.output_head import OutputHead
 
 
 def output_head(weight: Tensor, softcap: float | None = None, **changes: Any) -> OutputHead:
-    """A head whose embedding is its weight."""
+    """Return a head whose embedding is its weight."""
     fields = {
         "weight": weight,
         "embedding": weight,
@@ -31,14 +31,14 @@ def output_head(weight: Tensor, softcap: float | None = None, **changes: Any) ->
 
 
 def identity_head(vocab_size: int) -> OutputHead:
-    """Its rows are their own logits."""
+    """Return a head whose rows are their own logits."""
     return output_head(torch.eye(vocab_size))
 
 
 def on_shards(
     weight: Tensor, borders: list[int], softcap: float | None, run: Callable[[OutputHead], Any]
 ) -> list[Any]:
-    """What ``run`` returns on each rank when the ids are cut at ``borders``."""
+    """Return the result of ``run`` on each rank when the ids are cut at ``borders``."""
     bounds = list(pairwise([0, *borders, weight.shape[0]]))
     ranks = ThreadRanks(len(bounds))
 

@@ -1,6 +1,6 @@
-"""How large and how entangled the tree is, counted from its files: ``python -m tests.support.house``.
+"""Counts the size and the imports of the tree: ``python -m tests.support.house``.
 
-What must hold of it is in ``tests/unit/test_architecture.py``; sizes are for whoever wants to compare.
+``tests/unit/test_architecture.py`` has the rules that must hold; the sizes are for comparisons.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Source:
 
 @cache
 def sources(*folders: str) -> tuple[Source, ...]:
-    """Python files below folders of the root."""
+    """Return the Python files below folders of the root."""
     found = []
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -93,23 +93,23 @@ def sources(*folders: str) -> tuple[Source, ...]:
 
 
 def code_lines(*folders: str) -> int:
-    """Lines with code of folders."""
+    """Count the lines with code of folders."""
     return sum(source.num_code_lines() for source in sources(*folders))
 
 
 def module_of(path: Path) -> str:
-    """``vllm_diffusion/live/__init__.py`` -> ``vllm_diffusion.live``."""
+    """Return a file's module: ``vllm_diffusion/live/__init__.py`` -> ``vllm_diffusion.live``."""
     return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
 
 
 def room_of(module: str) -> str:
-    """``vllm_diffusion.canvas.slots`` -> ``canvas``."""
+    """Return the room of a module: ``vllm_diffusion.canvas.slots`` -> ``canvas``."""
     package, _, rest = module.partition(".")
     return rest.partition(".")[0] if package == "vllm_diffusion" else package
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
-    """Modules of the package that a file imports, anywhere in it."""
+    """Return the modules of the package that a file imports, anywhere in it."""
     for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -120,13 +120,13 @@ def imported(tree: ast.Module) -> Iterator[str]:
 
 
 def _module_named(package: str, name: str) -> str:
-    """The module that ``from package import name`` reads: a file of its own, or the package."""
+    """Return the module that ``from package import name`` reads: a file or the package."""
     below = ROOT.joinpath(*package.split("."), name)
     return f"{package}.{name}" if below.is_dir() or below.with_suffix(".py").is_file() else package
 
 
 def arrows() -> Iterator[tuple[str, str, Path]]:
-    """Imports of the package: the room that imports, the room that is imported, and the file."""
+    """Return the package's imports: the importing room, the imported room and the file."""
     for source in sources(*PACKAGES):
         if source.path == Path("vllm_diffusion/__init__.py"):
             continue
@@ -135,12 +135,12 @@ def arrows() -> Iterator[tuple[str, str, Path]]:
 
 
 def room_arrows() -> int:
-    """Pairs of rooms of which one imports the other."""
+    """Return pairs of rooms, the first of which imports the second."""
     return len({(at, to) for at, to, _ in arrows() if at != to})
 
 
 def circles() -> list[list[str]]:
-    """Groups of files that import one another in a circle."""
+    """Return groups of files that import one another in a circle."""
     graph = networkx.DiGraph(
         (module_of(source.path), module)
         for source in sources(*PACKAGES)
@@ -151,17 +151,17 @@ def circles() -> list[list[str]]:
 
 
 def replaced_symbols() -> int:
-    """Functions and values of vLLM in whose place something of ours is put."""
+    """Return the functions and values of vLLM that are replaced."""
     return sum(symbol.use in ("replaced", "assigned") for symbol in read_symbols())
 
 
 def private_symbols() -> int:
-    """Symbols of vLLM that are private by name, or replaced."""
+    """Return the symbols of vLLM that are private by name, or replaced."""
     return sum(symbol.is_private for symbol in read_symbols())
 
 
 def commands() -> list[ArgumentParser]:
-    """Parsers of ``vllm-diffusion``'s commands, those of a command's own commands among them."""
+    """Return the parsers of ``vllm-diffusion``'s commands and of their own commands."""
     found, waiting = [], [build_parser()]
     while waiting:
         parser = waiting.pop()

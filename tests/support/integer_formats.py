@@ -81,7 +81,7 @@ def _with_single_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _stored(weight: Tensor, layout: str) -> dict[str, Tensor]:
-    """Tensors of a matrix [out_features, in_features], by the ends of their names."""
+    """Return the tensors of a matrix [out_features, in_features], by the ends of their names."""
     if layout in PRESETS:
         return _compressed(weight, layout)
     out_size, in_size = weight.shape
@@ -127,7 +127,7 @@ def _compressed(weight: Tensor, preset: str) -> dict[str, Tensor]:
 
 
 def quantization_config(layout: str, kept: list[str]) -> dict[str, Any]:
-    """What ``config.json`` says of a layout, with the modules that stay as they are."""
+    """Return ``config.json``'s part for a layout, with the modules that are not quantized."""
     if layout in PRESETS:
         return written(_settings(layout, kept))
     numbers = {"bits": 4, "group_size": GROUP_SIZE}

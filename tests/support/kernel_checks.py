@@ -1,4 +1,4 @@
-"""The visibility rule as a mask, FlashAttention-4's walk over key tiles, operations and the memory of tensors."""
+"""The visibility rule as a mask, FlashAttention-4's order of key tiles, and counters."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class TensorMemory(TorchDispatchMode):
         self.peak = 0
         self.largest_float32 = 0
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        # Of ``_alive``, some of which may be dead by now.
+        # Some entries of ``_alive`` may be dead by now.
         self._at_most = 0
 
     def __torch_dispatch__(

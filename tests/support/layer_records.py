@@ -1,4 +1,4 @@
-"""What went into and came out of every quantised layer of an engine's model."""
+"""Records the inputs and outputs of every quantized layer of an engine's model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARTS = {
 
 @contextmanager
 def recorded_linears(model: nn.Module) -> Iterator[dict[str, list[tuple[Tensor, Tensor]]]]:
-    """Input and output of each pass, by the layer's name in the engine."""
+    """Record input and output of each pass, by the layer's name in the engine."""
     records: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
     hooks = []
     for name, module in model.named_modules():
@@ -43,7 +43,7 @@ def recorded_linears(model: nn.Module) -> Iterator[dict[str, list[tuple[Tensor, 
 
 @contextmanager
 def recorded_experts(num_layers: int) -> Iterator[dict[int, list[tuple[Tensor, ...]]]]:
-    """(rows, expert weights, expert ids, output) of each pass, by layer."""
+    """Record (rows, expert weights, expert ids, output) of each pass, by layer."""
     from vllm_diffusion.cpu.experts import TorchQuantizedExperts
 
     records: dict[int, list[tuple[Tensor, ...]]] = defaultdict(list)
@@ -77,7 +77,7 @@ def recorded_experts(num_layers: int) -> Iterator[dict[int, list[tuple[Tensor, .
 
 
 def reference_linear(layers: Any, name: str, x: Tensor) -> Tensor:
-    """The reference's output for an engine's layer: its modules side by side."""
+    """Return the reference's output for an engine's layer: its modules side by side."""
     owner, _, kind = name.partition("layers.")[2].rpartition(".")
     block = layers.get_submodule(owner)
     dtype = next(block.parameters()).dtype

@@ -1,4 +1,4 @@
-"""A checkpoint's folder loaded by vLLM's own loader in this process, without an engine around it."""
+"""Loads a checkpoint's folder by vLLM's own loader in this process, without an engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.vllm_configs import configure
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """The process groups and kernels that vLLM's layers ask for."""
+    """Set up the process groups and kernels that vLLM's layers need."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed.parallel_state import (
         cleanup_dist_env_and_memory,

@@ -140,7 +140,7 @@ class Oracle:
         ignore_eos: bool = False,
         **kwargs: Any,
     ) -> OracleRun:
-        """Generate from token ids with our noise of ``seed``; the same run where asked again."""
+        """Generate from token ids with our noise of ``seed``; cache the run."""
         wanted = (seed, max_tokens, ignore_eos, *sorted(kwargs.items()))
         asked = (self.model, tuple(prompt), *wanted)
         if asked not in self._runs:
@@ -219,7 +219,7 @@ class Oracle:
         return ours
 
     def first_step(self, prompt: list[int], canvas: list[int]) -> Tensor:
-        """[canvas_length, vocab_size]: logits of one step on ``canvas`` after ``prompt``."""
+        """Return logits [canvas_length, vocab_size] of one step on ``canvas`` after ``prompt``."""
         logits: list[Tensor] = []
         original = self.model.forward
 

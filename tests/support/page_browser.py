@@ -1,4 +1,4 @@
-"""Chromium before the page of the live canvas, and what its user does."""
+"""Chromium with the page of the live canvas, and a user's actions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MILLISECONDS = 60_000
 
 @contextmanager
 def running_browser() -> Iterator[Browser]:
-    """Start Debian's Chromium, without a head."""
+    """Start Debian's Chromium in headless mode."""
     expect.set_options(timeout=MILLISECONDS)
     with sync_playwright() as playwright:
         # As root Chromium has no sandbox of its own.
@@ -33,7 +33,7 @@ def running_browser() -> Iterator[Browser]:
 
 @contextmanager
 def opening_pages(browser: Browser) -> Iterator[Callable[..., Page]]:
-    """Open addresses as somebody else would each: with nothing of what another page knows."""
+    """Open addresses in a fresh profile each, without what another page knows."""
     contexts: list[BrowserContext] = []
     heard: list[str] = []
 
@@ -58,7 +58,7 @@ def opening_pages(browser: Browser) -> Iterator[Callable[..., Page]]:
 
 
 def connect(page: Page, key: str) -> None:
-    """As somebody does with a keyboard alone."""
+    """Connect by the keyboard alone."""
     expect(page.get_by_label("Key of the server")).to_be_focused()
     page.keyboard.type(key)
     page.keyboard.press("Enter")
@@ -66,7 +66,7 @@ def connect(page: Page, key: str) -> None:
 
 
 def ask(page: Page, prompt: str, panels: int = 1) -> None:
-    """Type it, send it, and wait for the whole answer."""
+    """Type a message, send it, and wait for the whole answer."""
     page.get_by_role("textbox", name="Message").focus()
     page.keyboard.type(prompt)
     page.keyboard.press("Enter")
@@ -82,7 +82,7 @@ def counter(panel: Locator, name: str) -> float:
     return float(row.locator("dd").inner_text())
 
 
-# The least contrast of a text with what is behind it.
+# The least contrast of a text with its background.
 CONTRASTS = """() => {
   const context = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
   const bytes = colour => {

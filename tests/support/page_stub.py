@@ -1,4 +1,4 @@
-"""The page of the live canvas in front of a server that answers as it is told, without an engine."""
+"""The page of the live canvas with a server without an engine that answers as it is told."""
 
 from __future__ import annotations
 
@@ -240,14 +240,14 @@ class Stub:
         self.url = f"http://127.0.0.1:{port}/diffusion/"
 
     def stop(self) -> None:
-        """Be gone, whoever is being answered."""
+        """Stop the server, even while it answers."""
         self._server.should_exit = self._server.force_exit = True
         self._thread.join()
 
 
 @contextmanager
 def running_stub(key: str | None = KEY, name: str = "stub") -> Iterator[Stub]:
-    """A stub on a free port, which asks for a key or for none."""
+    """Run a stub on a free port, which requires a key or none."""
     stub = Stub(key, name)
     try:
         yield stub

@@ -36,7 +36,7 @@ LIST = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf
 # Tests of vLLM's bring my_plugin.
 SIDES = {"without": "vllm_diffusion_cpu,my_plugin", "with": ""}
 _COMMIT = "0" * 40
-# Files of the shipped checkpoint, in place of those of a model that tests name.
+# Files of the shipped checkpoint, instead of those of a model that tests name.
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 # vLLM's fixtures collect garbage after each test, for most of its time; a marker of theirs turns that off.
 _PLUGIN = """\
@@ -77,7 +77,7 @@ def fetch_tests(release: str) -> Path:
         subprocess.run(download, env=os.environ | {"PYTHONPATH": work}, check=True)
         with tarfile.open(next(Path(work).glob("vllm-*.tar.gz"))) as distribution:
             distribution.extractall(work, filter="data")
-        # Without its package, which would be imported in place of the one that is installed.
+        # Without its package, which would be imported instead of the installed one.
         for name in ("pyproject.toml", "tests"):
             shutil.move(Path(work, f"vllm-{release}", name), folder)
     return folder

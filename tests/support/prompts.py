@@ -6,11 +6,11 @@ import torch
 
 
 def random_prompt(length: int, seed: int) -> list[int]:
-    """Token ids that are neither special nor beyond the smallest vocabulary."""
+    """Return token ids that are neither special nor beyond the smallest vocabulary."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(20, 276, (length,), generator=generator).tolist()
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
-    """A random prompt of its own for each length and seed."""
+    """Return a random prompt of its own for each length and seed."""
     return random_prompt(length, 1000 * seed + length)

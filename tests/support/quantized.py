@@ -1,8 +1,8 @@
-"""Quantised checkpoints for tests, and what they compute according to compressed-tensors.
+"""Quantized checkpoints for tests, and their values according to compressed-tensors.
 
-The checkpoints come from ``examples/quantization/quantize.py``. The published NVFP4 checkpoint's config is not
-known; the one made here, weights and activations of every module that FP8-dynamic quantises, stands
-in for it.
+The checkpoints come from ``examples/quantization/quantize.py``. The published NVFP4 checkpoint's
+config is not known; the one made here, with weights and activations of every module that
+FP8-dynamic quantizes, replaces it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 @cache
 def example(path: str) -> ModuleType:
-    """An example script as a module, by its path below ``examples/`` without the ending."""
+    """Import an example script as a module, by its path below ``examples/`` without the ending."""
     name = Path(path).name
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{path}.py")
     assert spec is not None
@@ -46,7 +46,7 @@ def example(path: str) -> ModuleType:
 def quantized_checkpoint(
     folder: Path, scheme: str, source: Path = SHIPPED, num_prompts: int = 6
 ) -> Path:
-    """``source`` under a scheme of ``examples/quantization/quantize.py``."""
+    """Return ``source`` under a scheme of ``examples/quantization/quantize.py``."""
     quantize = example("quantization/quantize")
     prompts = quantize.read_prompts(source, None, num_prompts)
     torch.manual_seed(0)
@@ -58,7 +58,7 @@ CALIBRATED = ("fp8-static", "nvfp4")
 
 
 def settings_of(preset: str, file_format: str, ignore: list[str]) -> QuantizationConfig:
-    """compressed-tensors' own of a preset, of every linear layer but these modules."""
+    """Return compressed-tensors' settings of a preset for every linear layer but these."""
     return QuantizationConfig(
         config_groups={"group_0": preset_name_to_scheme(preset, ["Linear"])},
         ignore=ignore,
@@ -67,7 +67,7 @@ def settings_of(preset: str, file_format: str, ignore: list[str]) -> Quantizatio
 
 
 def written(settings: QuantizationConfig) -> dict[str, Any]:
-    """As ``config.json`` has it."""
+    """Return the settings as ``config.json`` has them."""
     settings.quantization_status = QuantizationStatus.COMPRESSED
     content: dict[str, Any] = settings.model_dump(mode="json", exclude_none=True)
     return content
@@ -118,7 +118,7 @@ def _load(
 
 
 def unpacked(packed: torch.Tensor) -> torch.Tensor:
-    """compressed-tensors' reading of packed E2M1 numbers, float32."""
+    """Return compressed-tensors' reading of packed E2M1 numbers, float32."""
     from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 
     return unpack_fp4_from_uint8(packed, packed.shape[0], packed.shape[1] * 2, torch.float32)

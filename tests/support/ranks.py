@@ -23,7 +23,7 @@ class ThreadRanks:
         self._of_thread = threading.local()
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
-        """What ``work`` returns on each rank, which is its argument."""
+        """Return the result of ``work`` on each rank, which is its argument."""
         results: list[Any] = [None] * self.num_ranks
 
         def run_rank(rank: int) -> None:
@@ -48,12 +48,12 @@ class ThreadRanks:
         return results
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """The sum over the ranks, in place; called by each of them."""
+        """Sum over the ranks, in place; called by each of them."""
         self._of_thread.group.allreduce([values]).wait()
         return values
 
     def all_gather(self, values: Tensor, dim: int) -> Tensor:
-        """Every rank's ``values``, concatenated; called by each of them."""
+        """Return every rank's ``values``, concatenated; called by each of them."""
         assert dim == 0
         gathered = values.new_empty(self.num_ranks * values.shape[0], *values.shape[1:])
         self._of_thread.group._allgather_base(gathered, values).wait()

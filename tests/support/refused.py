@@ -1,4 +1,4 @@
-"""Tables of what start-up refuses, ``refused.toml`` beside the tests of it."""
+"""Reads tables of what a start refuses, ``refused.toml`` next to their tests."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.support.vllm_configs import configure
 
 
 def refused_rows(test: str) -> list[Any]:
-    """The rows of the table beside a test's file, as parameters."""
+    """Return the rows of the table next to a test's file, as parameters."""
     table = tomllib.loads(Path(test).with_name("refused.toml").read_text("utf-8"))
     return [pytest.param(row, id=row["says"]) for row in table["refused"]]
 
 
 def refusal(checkpoint: Path, **options: Any) -> str:
-    """The message with which the configuration is refused."""
+    """Return the message with which the configuration is refused."""
     with pytest.raises(ValueError) as raised:  # noqa: PT011
         configure(checkpoint, **options)
     error = raised.value
@@ -30,7 +30,7 @@ def refusal(checkpoint: Path, **options: Any) -> str:
 
 
 def refusal_of_row(row: dict[str, Any], checkpoint: Path) -> str:
-    """The message with which a row's options and settings are refused; it holds what the row says."""
+    """Return the message for a row's options and settings; check that it has the row's words."""
     options = row.get("options", {})
     if "settings" in row:
         options = options | {"additional_config": {"diffusion": row["settings"]}}

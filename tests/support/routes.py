@@ -30,9 +30,9 @@ class ListRoutes:
 
 
 def open_paths(server: Server) -> set[str]:
-    """Paths that are not refused without a key.
+    """Return the paths that are not refused without a key.
 
-    They are asked by a method that none of them has, so that nothing is done.
+    Requests have a method that none of them supports, so that nothing is done.
     """
     found = set()
     for path in httpx.get(f"{server.url}{_PATH}", timeout=60).json():

@@ -1,4 +1,4 @@
-"""Rows of canvases with what their requests ask of the sampler, made without an engine."""
+"""Rows of canvases with their requests' sampling settings, made without an engine."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def row_draws(rows: int, temperature: float = 1.0, seeds: torch.Tensor | None = 
 def logits_of(
     head: OutputHead, rows: torch.Tensor, adjustments: LogitAdjustments | None = None
 ) -> RowLogits:
-    """Of rows that are looked at again."""
+    """Return logits of rows that are projected again."""
     return RowLogits(head.project_all(rows), head.first_id, head.softcap, adjustments)
 
 
 def top_logprobs(num_top: int, rows: int, as_logits: bool = False) -> LogprobsRequest:
-    """Of the likeliest tokens of each row."""
+    """Return the likeliest tokens of each row with their log-probabilities."""
     nothing = torch.zeros(rows, 0, dtype=torch.int64)
     return LogprobsRequest(num_top, nothing, torch.zeros(rows, dtype=torch.int32), as_logits)
 
@@ -80,7 +80,7 @@ def filtered_probs(
 
 
 class Case:
-    """Rows of several requests that ask for everything at once."""
+    """Rows of several requests that use every setting at once."""
 
     def __init__(self, seed: int, vocab: int, hidden: int = 8) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -115,7 +115,7 @@ class Case:
         self.reported_temperature = torch.rand(r, generator=generator) + 0.5
 
     def _adjustments(self, rng: np.random.Generator) -> tuple[LogitAdjustments, LogitAdjustments]:
-        """Three requests of four rows: one of penalties, one of bias and length, one restricted."""
+        """Return three requests of four rows: penalties, bias and length, and allowed ids."""
         adjustments = row_adjustments(fake_penalties(3, self.vocab, rng), self.vocab)
         some = rng.integers(0, self.vocab, 10).tolist()
         for slot, (params, readable) in enumerate(
@@ -132,7 +132,7 @@ class Case:
         return bind(adjustments, [4, 4, 4]), adjustments.bind_readable(slot)
 
     def run(self, head: Any = None, tile: int = 4096) -> tuple[PositionStatistics, LogprobsTensors]:
-        """Results with the candidates of filtered rows, and the log-probabilities of all rows."""
+        """Return results with candidates of filtered rows, and log-probabilities of all rows."""
         head = head or output_head(self.weight, 5.0)
         results, some = self.run_plain(head, tile), self.filtered
         drawn = draw_filtered(
@@ -159,7 +159,7 @@ class Case:
         return results, reports
 
     def run_plain(self, head: Any = None, tile: int = 4096) -> PositionStatistics:
-        """Results of all rows before some are looked at again."""
+        """Return results of all rows before some are projected again."""
         head = head or output_head(self.weight, 5.0)
         return sample_rows(head, self.rows, self.draws, self.adjustments, 0, tile)
 
@@ -193,7 +193,7 @@ def row_adjustments(penalties: Any, vocab: int, prompt_len: int = 5) -> RowAdjus
 
 
 def bind(adjustments: RowAdjustments, rows: list[int]) -> LogitAdjustments:
-    """Of requests with so many canvas rows each, in slots 0, 1, ..., at positions 0, 1, ..."""
+    """Bind requests with so many canvas rows each, in slots and at positions 0, 1, ..."""
     adjustments.apply_staged_writes()
     slot = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows))
     used = adjustments.used_by(np.arange(len(rows)), None)
@@ -202,7 +202,7 @@ def bind(adjustments: RowAdjustments, rows: list[int]) -> LogitAdjustments:
 
 
 def fake_penalties(slots: int, vocab: int, rng: np.random.Generator) -> Any:
-    """vLLM's tensors of counted tokens, filled at random."""
+    """Return vLLM's tensors of counted tokens, filled at random."""
 
     def per_slot(value: float) -> Any:
         return SimpleNamespace(gpu=torch.full((slots,), value))

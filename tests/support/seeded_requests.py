@@ -1,4 +1,4 @@
-"""Seeded requests over HTTP, each with other parameters, and the tokens that answer them."""
+"""Seeded requests over HTTP with different parameters, and the tokens of their answers."""
 
 from __future__ import annotations
 
@@ -60,38 +60,38 @@ Tokens = list[list[int]]
 
 
 def seeded_request(index: int) -> tuple[str, dict[str, Any]]:
-    """Path and whole body of one of :data:`REQUESTS`, but for the model's name."""
+    """Return path and body of one of :data:`REQUESTS`, without the model's name."""
     path, request = REQUESTS[index]
-    # Some checkpoints are greedy unless they are asked otherwise.
+    # Some checkpoints are greedy unless a request sets a temperature.
     body = {"temperature": 1.0, **_STEPS, **request, "seed": index, "return_token_ids": True}
     body["ignore_eos"] = not any(name in request for name in _ENDS)
     return f"/v1/{path}", body
 
 
 def tokens_of(response: httpx.Response) -> Tokens:
-    """Of an answer to one of them."""
+    """Return the tokens of an answer to one of them."""
     assert response.status_code == 200, response.text
     return [choice["token_ids"] for choice in response.json()["choices"]]
 
 
 def answer(server: Server, index: int) -> Tokens:
-    """The tokens that a server gives one of :data:`REQUESTS`."""
+    """Return the tokens that a server gives one of :data:`REQUESTS`."""
     return tokens_of(server.post(*seeded_request(index)))
 
 
 def answers_alone(server: Server, chosen: Sequence[int] = ALL) -> list[Tokens]:
-    """One request after another: all of them, or some."""
+    """Send all or some of the requests, one after another."""
     return [answer(server, index) for index in chosen]
 
 
 def answers_together(server: Server, chosen: Sequence[int] = ALL) -> list[Tokens]:
-    """The requests at once: all of them, or some."""
+    """Send all or some of the requests at once."""
     with ThreadPoolExecutor(len(chosen)) as pool:
         return list(pool.map(lambda index: answer(server, index), chosen))
 
 
 def answers_of_one_process(checkpoint: Path, log: Path) -> list[Tokens]:
-    """What a server of one engine and one worker says, which ends with its answers."""
+    """Return the answers of a server of one engine and one worker, which then ends."""
     with start_server(checkpoint, log) as server:
         return answers_alone(server)
 
@@ -103,7 +103,7 @@ def check_answers(
     expected: list[Tokens],
     chosen: Sequence[int] = ALL,
 ) -> None:
-    """Assert that a server with these options gives the expected tokens, alone and at once.
+    """Check that a server with these options gives the expected tokens, alone and at once.
 
     Its log, in ``folder``, is left without a trace.
     """

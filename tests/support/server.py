@@ -70,16 +70,16 @@ class Server:
         )
 
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        """A request as it is, without a client's own checks."""
+        """Send a request without a client's own checks."""
         return httpx.post(f"{self.url}{path}", json={"model": MODEL, **body}, timeout=300)
 
     def processes(self) -> list[psutil.Process]:
-        """All of the server's processes, the API process first."""
+        """Return all of the server's processes, the API process first."""
         api = psutil.Process(self.process.pid)
         return [api, *api.children(recursive=True)]
 
     def resident_bytes(self) -> int:
-        """Memory of all its processes, each page of shared memory once for each."""
+        """Return the memory of all its processes, with shared pages counted once for each."""
         return sum(process.memory_info().rss for process in self.processes())
 
     def metric(self, name: str) -> float:
@@ -112,7 +112,7 @@ class Server:
             time.sleep(0.2)
 
     def assert_alive(self) -> None:
-        """A small request is answered."""
+        """Check that a small request is answered."""
         response = self.post(
             "/v1/completions",
             {"prompt": "a", "max_tokens": 1, "vllm_xargs": {"diffusion_max_steps": 1}},
@@ -199,7 +199,7 @@ def stop_server(server: Server) -> None:
 
 @contextmanager
 def shared_server(folder: Path) -> Iterator[Server]:
-    """A server on the shipped checkpoint. Every test leaves it idle and alive."""
+    """Run a server on the shipped checkpoint, which every test must leave idle and alive."""
     options = (*PARSERS, "--max-model-len", str(SHARED_MAX_MODEL_LEN), LOGS_PASSES)
     # Without it vLLM stores no responses.
     stored = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}

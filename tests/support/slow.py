@@ -88,7 +88,7 @@ def slow_tests() -> list[str]:
 
 
 def waiting(tests: list[str], outcomes: Outcomes, tree: str) -> list[str]:
-    """Return the tests that have neither passed in this tree nor been skipped for what the machine lacks."""
+    """Return the tests that have neither passed in this tree nor been skipped for the machine."""
     done = {
         name
         for name, last in outcomes.items()
@@ -98,7 +98,7 @@ def waiting(tests: list[str], outcomes: Outcomes, tree: str) -> list[str]:
 
 
 def print_state(tests: list[str], tree: str) -> list[str]:
-    """Print what became of the tests, each one that has not passed by name, and return those that wait."""
+    """Print what became of the tests, with those that have not passed, and return these."""
     outcomes = read_outcomes()
     left = waiting(tests, outcomes, tree)
     here = {name: outcomes[name] for name in tests if outcomes.get(name, {}).get("tree") == tree}

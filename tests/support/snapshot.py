@@ -22,7 +22,7 @@ OURS = {family.architecture for family in FAMILIES} | {"DFlashMaskedDraftModel"}
 
 
 def tables() -> dict[str, Any]:
-    """What a plugin of ours may change for diffusion models, and all that it must not."""
+    """Return what a plugin of ours may change for diffusion models, and all that it must not."""
     from vllm.platforms import current_platform
     from vllm.plugins import load_general_plugins
 
@@ -45,7 +45,7 @@ def tables() -> dict[str, Any]:
 
 
 def resolved(folder: str) -> dict[str, Any]:
-    """The whole configuration of a model, and what its requests are refused for."""
+    """Return a model's whole configuration, and the refusals of its requests."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.sampling_params import SamplingParams
 
@@ -94,7 +94,7 @@ def _model_name(entry: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` as JSON, field by field, less what differs between two runs of the same."""
+    """Return ``value`` as JSON, field by field, without what differs between equal runs."""
     if isinstance(value, enum.Enum):
         return str(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

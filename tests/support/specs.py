@@ -25,13 +25,13 @@ SETTINGS = {
 
 
 def diffusion_gemma_spec(length: int, max_denoising_steps: int = 48, **changes: Any) -> CanvasSpec:
-    """What DiffusionGemma is published with, at another length."""
+    """Return DiffusionGemma's published canvases, with another length."""
     spec = CanvasSpec(FreeCanvas(length), EntropyBound(), max_denoising_steps, SETTINGS)
     return replace(spec, **changes)
 
 
 def masked_spec(length: int, **changes: Any) -> CanvasSpec:
-    """Blocks of masks, as SDAR's."""
+    """Return blocks of masks, as SDAR has."""
     settings = {"reveal_threshold": 0.9, "strategy": "dynamic", **Reveal.defaults}
     own = {"rule": Reveal(4), "max_denoising_steps": length, "settings": settings}
     return CanvasSpec(AlignedBlock(length), **(own | {"mask_token_id": 4} | changes))

@@ -1,4 +1,4 @@
-"""How far vLLM gets with a file when nothing of ours but the CPU platform runs, in a process of its own."""
+"""How far vLLM gets with a file in a process with nothing of ours except the CPU platform."""
 
 from __future__ import annotations
 

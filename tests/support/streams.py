@@ -1,4 +1,4 @@
-"""A streamed answer as it comes over HTTP: every event in its place."""
+"""A streamed answer as it comes over HTTP, with a check of every event's place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random parameters of tools, and what vLLM makes of a request with them."""
+"""Random parameters of tools, and vLLM's requests and parsers for them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _arrays(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 def _one_of(schemas: list[dict[str, Any]]) -> dict[str, Any]:
-    """Objects that are told apart by a property that each one requires alone."""
+    """Return objects that are distinguished by a property that each one alone requires."""
     return {
         "oneOf": [
             {
@@ -123,7 +123,7 @@ def tool(parameters: Any, name: str = "store", **function: Any) -> dict[str, Any
 
 
 def tool_request(tools: list[dict[str, Any]], **fields: Any) -> ChatCompletionRequest:
-    """A chat that demands a call of one of ``tools``."""
+    """Return a chat that demands a call of one of ``tools``."""
     messages = [{"role": "user", "content": "Call it."}]
     return ChatCompletionRequest(
         model="tiny", messages=messages, **{"tools": tools, "tool_choice": "required"} | fields
@@ -131,7 +131,7 @@ def tool_request(tools: list[dict[str, Any]], **fields: Any) -> ChatCompletionRe
 
 
 def gemma_parser(tokenizer: Any, *, is_diffusion: bool = True) -> Any:
-    """vLLM's parser of an answer, as the server makes it for a request."""
+    """Return vLLM's parser of an answer, as the server makes it for a request."""
     from vllm.parser.parser_manager import ParserManager
 
     parser_cls = ParserManager.get_parser(

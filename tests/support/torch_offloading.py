@@ -1,6 +1,6 @@
-"""vLLM's offloading to a CPU's memory, with PyTorch in place of the copies that need a GPU.
+"""vLLM's offloading to a CPU's memory, with PyTorch instead of the copies that need a GPU.
 
-What is stored and when, and what is found again, is all vLLM's.
+vLLM itself decides what is stored and when, and what is found again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _TorchWorker(OffloadingWorker):
         self._done: list[TransferResult] = []
 
     def _pairs(self, blocks: Any, chunks: Any) -> Any:
-        """(group, block, chunk) of each copy."""
+        """Return (group, block, chunk) of each copy."""
         groups = [i for i, size in enumerate(blocks.group_sizes) for _ in range(size)]
         return zip(groups, blocks.block_ids.tolist(), chunks.chunk_ids.tolist(), strict=True)
 
@@ -67,4 +67,4 @@ class _TorchWorker(OffloadingWorker):
         return done
 
     def wait(self, job_ids: set[int]) -> None:
-        """Every copy is made when it is submitted."""
+        """Return at once, as every copy is made when it is submitted."""

@@ -1,4 +1,4 @@
-"""Compile a Triton launch for a chip that is not there, and ask the assembler about it."""
+"""Compiles a Triton launch for a chip that is not there, and reads the assembler's report."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ POINTERS = {
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    """A tensor without memory."""
+    """Return a tensor without memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
-    """Launches inside are noted and not made: each kernel, its arguments by place and by name."""
+    """Record launches instead of making them: kernels with their arguments by place and name."""
     from triton.runtime.jit import JITFunction
 
     launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
@@ -65,7 +65,7 @@ def compile_for(
     *,
     loops: bool = False,
 ) -> dict[str, Any]:
-    """Compile one launch for a chip; what Triton and the assembler report of it.
+    """Compile one launch for a chip, and return what Triton and the assembler report.
 
     With ``loops`` its innermost loops too, which takes as long as to compile it.
     """
@@ -85,7 +85,7 @@ def compile_for(
     attributes: dict[tuple[int, ...], Any] = {}
 
     def describe(value: Any, path: tuple[int, ...], param: Any) -> Any:
-        """A value's type; what is known of it when the kernel is compiled goes by its path."""
+        """Return a value's type; properties that the compiler knows go by its path."""
         special = not param.do_not_specialize
         if isinstance(value, tuple):
             types = [describe(item, (*path, i), param) for i, item in enumerate(value)]
@@ -147,7 +147,7 @@ def run_uninterpreted(path: str, *arguments: str) -> list[Any]:
 
 
 def told_of(tool: str, option: str, *, cubin: bytes) -> str:
-    """What a tool inside Triton's package prints of a compiled kernel."""
+    """Return what a tool inside Triton's package prints of a compiled kernel."""
     import triton
 
     path = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
@@ -160,11 +160,11 @@ def told_of(tool: str, option: str, *, cubin: bytes) -> str:
 
 
 def innermost_loops(cubin: bytes) -> list[dict[str, int]]:
-    """Of each loop without another inside, in order: its instructions, and those for tensor cores.
+    """Return for each innermost loop its instructions, and those for tensor cores.
 
     An instruction here is one of the machine's, whatever the program was written in; a loop is what
-    lies between a label and a branch back to it. ``least`` are those of the shortest way through it,
-    by the branches forward.
+    lies between a label and a branch back to it. ``least`` are those of the shortest way through
+    it, by the branches forward.
     """
     text = told_of("nvdisasm", "-c", cubin=cubin)
     labels: dict[str, int] = {}
@@ -183,7 +183,7 @@ def innermost_loops(cubin: bytes) -> list[dict[str, int]]:
         if found.group(2) == "BRA" and (target := re.search(r"`\((\.L_x_\d+)\)", line)):
             branches[len(names)] = target.group(1), not (found.group(1) or found.group(3))
         names.append(found.group(2))
-    # The last branch of a program jumps to itself, so that nothing behind it runs.
+    # The last branch of a program jumps to itself, so that nothing after it runs.
     loops = [
         (labels[target], at + 1)
         for at, (target, _) in branches.items()
@@ -220,7 +220,7 @@ def innermost_loops(cubin: bytes) -> list[dict[str, int]]:
 
 
 def variant(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """What Triton compiles a launch for, as its own launcher computes it."""
+    """Return what Triton specializes a launch on, as its own launcher computes it."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
     from triton.runtime.jit import create_function_from_signature

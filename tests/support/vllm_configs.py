@@ -13,7 +13,7 @@ _resolved: dict[str, Any] = {}
 
 
 def configure(checkpoint: Path, **arguments: Any) -> Any:
-    """What ``vllm serve`` resolves before it loads anything."""
+    """Return what ``vllm serve`` resolves before it loads anything."""
     from vllm.engine.arg_utils import EngineArgs
 
     defaults: dict[str, Any] = {"max_model_len": 256, "enforce_eager": True}

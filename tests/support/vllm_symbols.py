@@ -29,7 +29,7 @@ from vllm_diffusion.hooks.upstream import is_private
 
 PACKAGE = Path(upstream.__file__).resolve().parents[1]
 ENGINE = "vllm"
-# From the one that says most of a symbol to the one that says least.
+# From the one that is most specific about a symbol to the least specific one.
 USES = ("replaced", "assigned", "overridden", "kernel", "private", "called")
 
 
@@ -63,7 +63,7 @@ class _Collection(dict[str, Found]):
 
 
 def scan() -> dict[str, Found]:
-    """Symbols of vLLM that are relied on, by path, in alphabetical order."""
+    """Return symbols of vLLM that are relied on, by path, in alphabetical order."""
     found = _Collection()
     files = [_File(path) for path in sorted(PACKAGE.rglob("*.py"))]
     for file in files:
@@ -75,7 +75,7 @@ def scan() -> dict[str, Found]:
 
 
 class _File:
-    """One file of this package and what its names stand for."""
+    """A file of this package with the objects that its names refer to."""
 
     def __init__(self, path: Path) -> None:
         self.name = path.relative_to(PACKAGE).as_posix()
@@ -106,7 +106,7 @@ class _File:
                 self.constants[node.targets[0].id] = text
 
     def folded(self, node: ast.expr) -> str | None:
-        """The string that an expression of constants gives; ``None`` if it gives none."""
+        """Return the string of an expression of constants, or ``None``."""
         match node:
             case ast.Constant(value=str(text)):
                 return text
@@ -118,7 +118,7 @@ class _File:
         return None
 
     def resolved(self, node: ast.expr) -> str | None:
-        """The symbol of vLLM that an expression names; ``None`` if it names none."""
+        """Return the symbol of vLLM that an expression names, or ``None``."""
         match node:
             case ast.Name(id=name):
                 return self.aliases.get(name)
@@ -162,7 +162,7 @@ class _File:
             found.note(f"{module}:{name}", "kernel", self.name)
 
     def defined(self) -> set[str]:
-        """Private names that this file defines, of its own or in its classes."""
+        """Return private names that this file defines, of its own or in its classes."""
         names = {
             node.name
             for node in self.nodes
@@ -182,7 +182,7 @@ class _File:
         }
 
     def fields(self) -> Iterator[tuple[str, ast.Attribute]]:
-        """Attributes of what is not named by an import."""
+        """Return attributes of objects that no import names."""
         for node in self.nodes:
             if isinstance(node, ast.Attribute) and self.resolved(node) is None:
                 yield node.attr, node
@@ -196,7 +196,7 @@ def _is_self(node: ast.Attribute) -> bool:
 
 
 def _without_types(tree: ast.Module) -> ast.Module:
-    """A syntax tree without what is imported for annotations alone."""
+    """Return a syntax tree without what is imported for annotations alone."""
     tree.body = [
         node
         for node in tree.body
@@ -218,7 +218,7 @@ def _module(name: str) -> types.ModuleType | None:
 
 
 def _member(owner: str, name: str) -> str:
-    """The path of a module's or class's member."""
+    """Return the path of a module's or class's member."""
     if ":" in owner:
         return f"{owner}.{name}"
     if not hasattr(_module(owner), name) and _module(f"{owner}.{name}"):
@@ -228,7 +228,7 @@ def _member(owner: str, name: str) -> str:
 
 @functools.cache
 def _has_members(path: str) -> bool:
-    """Whether a symbol is a module or class, not data or a function."""
+    """Return whether a symbol is a module or class, not data or a function."""
     module, _, names = path.partition(":")
     try:
         value = functools.reduce(getattr, names.split("."), _module(module)) if names else None
@@ -242,7 +242,7 @@ def _is_module(owner: str, name: str) -> bool:
 
 
 def _is_named(cls: type) -> bool:
-    """Whether a class is vLLM's and found under its own name, as one made by a function is not."""
+    """Return whether a class is vLLM's and importable by its own name."""
     module = sys.modules.get(cls.__module__)
     is_engine = cls.__module__.partition(".")[0] == ENGINE
     return is_engine and getattr(module, cls.__qualname__, None) is cls
@@ -270,12 +270,12 @@ def _is_method(value: Any) -> bool:
 
 
 def _owner(cls: type, name: str) -> type | None:
-    """The first class of vLLM's above ``cls`` that has or sets an attribute."""
+    """Return the first class of vLLM's above ``cls`` that has or sets an attribute."""
     return next((base for base in cls.__mro__ if _is_named(base) and sets(base, name)), None)
 
 
 def sets(cls: type, name: str) -> bool:
-    """Whether a class itself, not one above it, has an attribute or sets it on its instances."""
+    """Return whether a class itself has an attribute or sets it on its instances."""
     return (
         name in vars(cls)
         or name in vars(cls).get("__annotations__", ())
@@ -306,7 +306,7 @@ def _file_of(cls: type) -> str:
 
 
 def _note_fields(files: list[_File], found: _Collection) -> None:
-    """Add private attributes of vLLM's objects that ours read or set, and methods that ours inherit."""
+    """Add private attributes that ours use of vLLM's objects, and methods that ours inherit."""
     for file in files:
         defined = file.defined()
         classes = [
@@ -328,16 +328,16 @@ def _note_fields(files: list[_File], found: _Collection) -> None:
 
 
 def _receiver(node: ast.Attribute) -> str:
-    """The last name of what an attribute is read from: ``parallelconfig`` of ``a.parallel_config._b``."""
+    """Return the name of an attribute's object: ``parallelconfig`` of ``a.parallel_config._b``."""
     return ast.unparse(node.value).rpartition(".")[2].replace("_", "").lower()
 
 
 @functools.cache
 def _owners_of(name: str, receiver: str, imported: frozenset[str]) -> list[type]:
-    """Classes of vLLM's that may be meant by an attribute.
+    """Return the classes of vLLM's that an attribute may belong to.
 
-    They are those that are named as what has the attribute, else those of modules that the file imports,
-    else all.
+    They are those that are named as what has the attribute, else those of modules that the file
+    imports, else all.
     """
     owners = [cls for cls in _engine_classes() if sets(cls, name)]
     named = [cls for cls in owners if cls.__name__.lower() == receiver]
@@ -358,7 +358,7 @@ def _engine_classes() -> tuple[type, ...]:
 
 
 def signatures() -> dict[str, dict[str, object]]:
-    """Content of the file, by symbol."""
+    """Return the content of the file, by symbol."""
     rows: dict[str, dict[str, object]] = {}
     for path, found in scan().items():
         row: dict[str, object] = {

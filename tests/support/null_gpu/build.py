@@ -75,12 +75,12 @@ _OTHERS = (
     Library("libnvidia-ml.so.1", ("nvml.cpp",)),
 )
 LIBRARIES = (_RUNTIME, *_OTHERS)
-# Those that the process has to have before it loads anything, in place of the ones beside torch.
+# Those that the process must load first, instead of the ones that come with torch.
 PRELOADED = tuple(library.name for library in LIBRARIES if library.versioned)
 
 
 def missing() -> str | None:
-    """What this machine lacks to build them, or ``None``."""
+    """Return what this machine lacks to build them, or ``None``."""
     if shutil.which("g++") is None or shutil.which("nm") is None:
         return "g++ and binutils are not installed, which compile the null GPU"
     if not (_HEADERS / "cuda_runtime_api.h").is_file():
@@ -89,7 +89,7 @@ def missing() -> str | None:
 
 
 def build() -> Path:
-    """The folder of the libraries, compiled unless these sources have been before.
+    """Return the folder of the libraries, compiled unless these sources have been before.
 
     It lies in the user's cache, keyed by the sources and the versions of what calls them.
     """

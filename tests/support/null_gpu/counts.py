@@ -1,4 +1,4 @@
-"""What a process on the null GPU has asked of the driver."""
+"""Counts what a process on the null GPU has requested from the driver."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.null_gpu.forks import RUNTIME
 
 
 def counts_of(call: Callable[[], object]) -> dict[str, int]:
-    """How often each thing was asked for while ``call`` ran: kernels and copies by name, waits, allocations."""
+    """Count the driver's calls in ``call``: kernels and copies by name, waits, allocations."""
     reset_counts()
     call()
     return read_counts()
@@ -22,7 +22,7 @@ def reset_counts() -> None:
 
 
 def read_counts() -> dict[str, int]:
-    """How often each thing was asked for since the last :func:`reset_counts`."""
+    """Return the driver's calls since the last :func:`reset_counts`."""
     with tempfile.NamedTemporaryFile() as file:
         assert ctypes.CDLL(RUNTIME).null_gpu_write_counts(file.name.encode()) == 0
         lines = Path(file.name).read_text(encoding="utf-8").splitlines()
@@ -30,7 +30,7 @@ def read_counts() -> dict[str, int]:
 
 
 def summary(counts: dict[str, int]) -> dict[str, int]:
-    """The same by kind: what a test holds to its baseline."""
+    """Return the counts by kind, as tests compare them with their baselines."""
 
     def total(start: str) -> int:
         return sum(number for what, number in counts.items() if what.startswith(start))

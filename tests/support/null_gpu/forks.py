@@ -1,6 +1,7 @@
-"""Runs cases, each in a fork of a process that has imported torch or vLLM: ``processes.NullGpu`` starts it.
+"""Runs cases, each in a fork of a process that has imported torch or vLLM.
 
-Reads a case as a line of JSON, and answers with its outcome as one.
+``processes.NullGpu`` starts it. It reads a case as a line of JSON, and answers with its outcome as
+one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ WITH_VLLM = (
 
 
 def import_first(what: str) -> None:
-    """Import what cases need. None of it may use the GPU: a process that has done so cannot fork."""
+    """Import what cases need, without using the GPU: a process that has used it cannot fork."""
     import torch
 
     if what == "vllm":
@@ -54,7 +55,7 @@ def import_first(what: str) -> None:
 
 
 def run_case(request: dict[str, Any]) -> dict[str, Any]:
-    """The outcome of a case, in the process that was forked for it."""
+    """Return the outcome of a case, in the process that was forked for it."""
     os.environ.update(request["variables"])
     runtime = ctypes.CDLL(RUNTIME)
     runtime.null_gpu_choose.argtypes = (ctypes.c_char_p, ctypes.c_double)
@@ -69,7 +70,7 @@ def run_case(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def fork(request: dict[str, Any]) -> dict[str, Any]:
-    """Run a case in a child of its own process group, for at most as long as it may take."""
+    """Run a case in a child of its own process group, for at most the case's seconds."""
     readable, writable = os.pipe()
     pid = os.fork()
     if not pid:
@@ -99,7 +100,7 @@ def fork(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(pipe: int, seconds: float) -> bytes:
-    """What comes from a pipe until it is closed, or nothing for that long."""
+    """Return what comes from a pipe until it is closed, or nothing for that long."""
     parts = []
     with os.fdopen(pipe, "rb", buffering=0) as file:
         while select.select([file], [], [], seconds)[0]:

@@ -32,8 +32,8 @@ def environment(caches: Path, **variables: str) -> dict[str, str]:
         **inherited,
         "CUDA_VISIBLE_DEVICES": "0",
         "LD_PRELOAD": ":".join(str(folder / name) for name in PRELOADED),
-        # Behind the null GPU's: NVRTC, of which the compiler of vLLM's Humming kernels does not find all by itself
-        # where CUDA comes from Python packages alone.
+        # After the null GPU's: NVRTC, since the compiler of vLLM's Humming kernels does not find all
+        # of it by itself where CUDA comes from Python packages alone.
         "LD_LIBRARY_PATH": f"{folder}:{SITE / 'nvidia' / 'cu13' / 'lib'}",
         "TRITON_LIBCUDA_PATH": str(folder),
         # Its sitecustomize.py refuses the CPU platform.
@@ -81,7 +81,7 @@ class Outcome:
 class NullGpu:
     """A process on the null GPU that has imported what its cases need, and runs each in a fork of its own.
 
-    Imports take most of a case's time otherwise, and a fork leaves nothing behind for the next case.
+    Imports take most of a case's time otherwise, and a fork leaves nothing for the next case.
     """
 
     def __init__(

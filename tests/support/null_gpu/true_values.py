@@ -1,9 +1,10 @@
-"""True values on the null GPU: what its kernels leave out is computed by the host, over the same memory.
+"""True values on the null GPU: the host computes what its kernels leave out, in their memory.
 
-Device memory is host memory there, so that a tensor of the device is one of the host at the same address. Operators of
-torch run their CPU kernels over it, Triton's kernels run in its interpreter, and compiled operators of vLLM have a
-function here. While a graph is captured nothing runs: what would have been launched is written down, and a replay
-runs it in its order. Views, allocations, streams, events and vLLM's own copies stay what they are on a GPU.
+Device memory is host memory there, so that a tensor of the device is one of the host at the same
+address. Operators of torch run their CPU kernels over it, Triton's kernels run in its interpreter,
+and compiled operators of vLLM have a function here. While a graph is captured nothing runs: what
+would have been launched is written down, and a replay runs it in its order. Views, allocations,
+streams, events and vLLM's own copies stay what they are on a GPU.
 
 :func:`compute` switches it on. The process must have been started with ``TRITON_INTERPRET=1``.
 """
@@ -35,7 +36,7 @@ _recording: list[Callable[[], object]] | None = None
 
 
 def compute() -> None:
-    """Have every operator, Triton kernel and graph of this process compute."""
+    """Make every operator, Triton kernel and graph of this process compute."""
     _compute_operators_of_torch()
     _compute_operators_of_vllm()
     _interpret_on_the_host()
@@ -43,7 +44,7 @@ def compute() -> None:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor of the host, which must not outlive ``tensor``."""
+    """Return the same memory as a tensor of the host, which must not outlive ``tensor``."""
     if not tensor.is_cuda:
         return tensor
     storage = tensor.untyped_storage()
@@ -55,7 +56,7 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 def launch(work: Callable[[], object]) -> None:
-    """Do what a kernel does: now, or in each replay of the graph that is being captured."""
+    """Do what a kernel does, now or in each replay of the graph that is being captured."""
     if _recording is None:
         work()
     else:
@@ -63,7 +64,7 @@ def launch(work: Callable[[], object]) -> None:
 
 
 def _compute_operators_of_vllm() -> None:
-    """Functions in place of compiled operators; one that has none is refused when it is called."""
+    """Replace compiled operators by functions; others are refused when they are called."""
     libraries = {name: torch.library.Library(name, "IMPL") for name in VLLM_LIBRARIES}
     _libraries.extend(libraries.values())
     for name in torch._C._dispatch_get_all_op_names():
@@ -120,7 +121,7 @@ def _align_experts(
 
 
 def _sum_experts(outputs: Tensor, total: Tensor, *_: None) -> None:
-    """Sum what a token's experts return: [num_tokens, top_k, hidden_size] -> [num_tokens, hidden_size]."""
+    """Sum what a token's experts return: [num_tokens, top_k, hidden_size] to two dimensions."""
     total.copy_(outputs.sum(dim=1))
 
 
@@ -145,7 +146,7 @@ def _compute_operators_of_torch() -> None:
 
 
 def _operators_with_kernels() -> Iterator[Any]:
-    """Operators of which torch has a kernel for CUDA, and the copy between devices."""
+    """Return the operators that have a CUDA kernel in torch, and the copy between devices."""
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, rest = name.partition("::")
         packet, _, overload = rest.partition(".")
@@ -161,7 +162,7 @@ def _operators_with_kernels() -> Iterator[Any]:
 
 
 def _computed(operator: Any) -> Callable[..., Any]:
-    """An operator's kernel for the device."""
+    """Return an operator's kernel for the device."""
     outs = [argument.name for argument in operator._schema.arguments if argument.is_out]
     written = [_written_argument(operator, value) for value in operator._schema.returns]
 
@@ -174,7 +175,7 @@ def _computed(operator: Any) -> Callable[..., Any]:
             return _returned([given[name] for name in written])
 
         def fresh_outs(device: str) -> dict[str, Tensor]:
-            """Tensors that the operator may give another shape, as it may not those over the device's memory."""
+            """Return tensors that the operator may reshape, as it may not the device's."""
             return {name: torch.empty(0, dtype=kwargs[name].dtype, device=device) for name in outs}
 
         def compute() -> Any:
@@ -202,7 +203,7 @@ def _computed(operator: Any) -> Callable[..., Any]:
 
 
 def _returned(values: list[Any]) -> Any:
-    """What an operator returns that returns these values."""
+    """Return these values as the operator returns them."""
     return tuple(values) if len(values) > 1 else next(iter(values), None)
 
 
@@ -221,7 +222,7 @@ def _copy(target: Any, result: Any) -> None:
 
 
 def _with_tensors(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments with tensors again where torch hands over the number that stood in the code."""
+    """Return arguments with tensors again where torch passes the number from the code."""
     types = [str(argument.type) for argument in operator._schema.arguments]
     return tuple(
         torch.tensor(value) if kind == "Tensor" and isinstance(value, (bool, int, float)) else value
@@ -230,7 +231,7 @@ def _with_tensors(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _written_argument(operator: Any, value: Any) -> str | None:
-    """The argument that an operator writes and returns as ``value``; ``None`` if it returns a new tensor."""
+    """Return the argument that an operator writes and returns, or ``None``."""
     if value.alias_info is None or not value.alias_info.is_write:
         return None
     for argument in operator._schema.arguments:
@@ -250,7 +251,7 @@ def _like(tensor: Tensor) -> Tensor:
 
 
 def _interpret_on_the_host() -> None:
-    """Triton's interpreter over the device's memory, in place of a copy of all that memory for each launch."""
+    """Let Triton's interpreter use the device's memory without copying it for each launch."""
     from triton.runtime.interpreter import GridExecutor
 
     interpret = GridExecutor.__call__

@@ -12,11 +12,11 @@ CPU_PLATFORMS = ("vllm.v1.worker.cpu", "vllm.platforms.cpu", "vllm_diffusion.cpu
 
 
 class CpuPlatformImportedError(BaseException):
-    """No ``Exception``, which code that does without what it cannot import would survive."""
+    """An error that is not an ``Exception``, so that code without the import does not catch it."""
 
 
 class RefuseCpuPlatforms(MetaPathFinder):
-    """Finds nothing, and lets nobody else find those modules."""
+    """Finds nothing, and lets no other finder have those modules."""
 
     def find_spec(self, fullname, path=None, target=None):
         if fullname.startswith(CPU_PLATFORMS):
