@@ -114,11 +114,6 @@ def traffic(num_requests: int) -> list[Example]:
     ]
 
 
-def calibrate(*words: object) -> None:
-    command = [sys.executable, "-m", "vllm_diffusion.cli.main", "calibrate", *map(str, words)]
-    subprocess.run(command, check=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--work", type=Path, required=True, help="a new folder for all of it")
@@ -130,9 +125,7 @@ def main() -> None:
     args.work.mkdir(parents=True)
     torch.set_num_threads(1)
     target = shipped_checkpoint("qwen3")
-    first, second, recording, samples = (
-        args.work / name for name in ("first", "second", "recording", "samples")
-    )
+    first, second, recording = (args.work / name for name in ("first", "second", "recording"))
     held_out = [example for task in TASKS for example in evaluation_set(task, NUM_HELD_OUT)]
 
     say(f"training a draft on {', '.join(FIRST_TASKS)}")
@@ -142,12 +135,10 @@ def main() -> None:
         say(f"{before:.2f} tokens a verification of {', '.join(TASKS)}")
         ask(server, traffic(args.num_requests), record=True)
     say(f"{len(read_recording(recording).exchanges)} exchanges recorded")
-    calibrate("extract", target, recording, "--draft", first, "--out", samples)
-    say("hidden states extracted")
-    calibrate(
-        *("train", samples, "--from", first, "--out", second, "--learning-rate", 3e-3),
-        *("--steps", args.steps, "--minutes", args.minutes, "--report-every", 25),
-    )
+    command = [sys.executable, "-m", "vllm_diffusion.cli.main", "calibrate", "train"]
+    command += [str(target), str(recording), "--from", str(first), "--out", str(second)]
+    command += ["--learning-rate", "3e-3", "--steps", str(args.steps)]
+    subprocess.run([*command, "--minutes", str(args.minutes)], check=True)
     say("draft trained")
     with served(target, second, args.work / "recording2") as server:
         after = ask(server, held_out, record=False)

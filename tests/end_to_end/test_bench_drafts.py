@@ -73,7 +73,7 @@ def test_rules(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "All answers are the same, as promised: autoregressive, linear_spec." in done.stdout
     sides = json.loads((tmp_path / "found").read_text())["results"]
-    one, several, canvas = ([each["counted"] for each in side["rounds"]] for side in sides)
+    one, several, canvas, _ = ([each["counted"] for each in side["rounds"]] for side in sides)
     assert re.search(r"^  linear_spec .* yes$", done.stdout, re.M)
     assert re.search(r"^  diffusion .* -$", done.stdout, re.M)
     assert one[0]["tokens"] == several[0]["tokens"] > 20

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import subprocess
 import sys
-import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,47 +33,43 @@ def test_random_draft(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "vllm_diffusion.cli.main", "calibrate", "online"]
         command += ["--url", server.url, "--api-key", KEY, "--recording", str(recording)]
         command += ["--target", str(shipped_checkpoint("qwen3"))]
-        command += ["--drafts", str(tmp_path / "drafts"), "--rounds", "1"]
+        command += ["--drafts", str(tmp_path / "drafts")]
         refused = subprocess.run(command, capture_output=True, text=True, check=False)
         assert refused.returncode == 2
         assert "holds no exchange" in refused.stderr
 
         expected = {question: ask(server, question) for question in QUESTIONS}
-        command += ["--exchanges", "100", "--idle-seconds", "2"]
-        command += ["--minutes", "8", "--steps", "150", "--max-model-len", "512"]
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        said: list[str] = []
-        extracted = threading.Event()
+        command += ["--exchanges", "100", "--minutes", "5", "--max-model-len", "512"]
+        printed, said = tmp_path / "printed", tmp_path / "said"
+        with printed.open("w") as output, said.open("w") as errors:
+            process = subprocess.Popen(command, stdout=output, stderr=errors)
 
-        def listen() -> None:
-            assert process.stderr is not None
-            for line in process.stderr:
-                said.append(line)
-                if "samples," in line:
-                    extracted.set()
-            extracted.set()
+        def wait_until(is_so: Callable[[], object]) -> None:
+            """Wait, and fail with what the command said if it ends, or its round ends without a swap."""
+            for _ in range(1000):
+                if is_so():
+                    return
+                assert process.poll() is None, said.read_text()
+                assert "served on" not in said.read_text(), said.read_text()
+                time.sleep(0.5)
+            pytest.fail(said.read_text())
 
-        listener = threading.Thread(target=listen)
-        listener.start()
         try:
-            assert extracted.wait(400)
-            # The training has begun, and yields.
+            wait_until(lambda: [*(tmp_path / "drafts").rglob("*.safetensors")])
+            # The extraction has begun, and yields; so does the training.
             for question in QUESTIONS[:12]:
                 assert ask(server, question) == expected[question]
-            assert process.stdout is not None
-            output = process.stdout.read()
-            process.wait(60)
+            wait_until(printed.read_text)
             for question in QUESTIONS[:12]:
                 assert ask(server, question) == expected[question]
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 130
         finally:
             process.kill()
-            listener.join()
-    assert process.returncode == 0, said
-    assert any("On held-out answers" in line for line in said), said
+    lines = said.read_text().splitlines()
+    assert any("On held-out answers" in line for line in lines), lines
     (new,) = (tmp_path / "drafts").iterdir()
-    assert f"{new} is served." in output, output
-    assert "training: halted, the server has work\n" in said
-    assert "training: goes on\n" in said
+    assert printed.read_text() == f"{new} is served.\n", lines
+    assert "training: halted, the server has work" in lines
+    assert "training: goes on" in lines
     assert (new / "model.safetensors").is_file()

@@ -15,9 +15,7 @@ from vllm_diffusion.drafting.commands import contenders
 
 TARGET, DRAFT = str(shipped_checkpoint("qwen3")), str(shipped_draft())
 BENCH = ("bench-drafts", "a/model", "--data", "tiny-tasks")
-NEW = ("calibrate", "train", ".", "--out", "new")
-TRAIN = (*NEW, "--from", DRAFT)
-EXTRACT = ("calibrate", "extract", TARGET, "recording", "--out", "new")
+TRAIN = ("calibrate", "train", TARGET, "recording", "--out", "new", "--from", DRAFT)
 URL = ("--url", "http://127.0.0.1:9")
 REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
     ((), "--help` shows the usage"),
@@ -59,14 +57,14 @@ REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
     (("bench-ways", "--requests", "1"), "bench-ways is gone: `bench-drafts` takes the same"),
     (("calibrate", "compare", "a/model"), "calibrate compare is gone: `bench-drafts TARGET"),
     (("calibrate", "collect", *URL), "--data is missing"),
-    ((*EXTRACT, "--draft", "/etc"), "--draft: '/etc' must be a folder with config.json"),
-    ((*EXTRACT, "--layer-ids", "1,,2"), "--layer-ids: invalid layer_ids value: '1,,2'"),
-    ((*EXTRACT, "--layer-ids", "1"), "recording cannot be read"),
-    (("calibrate", "train", "/etc", *TRAIN[3:]), "'/etc' must be a folder with extraction.json"),
-    ((*NEW, "--layers", "1"), "--block-size is needed for a new draft"),
-    ((*NEW, "--layers", "1", "--block-size", "4"), "--mask-token-id is needed for a new draft"),
-    ((*TRAIN, "--block-size", "8"), "--block-size is of a new draft"),
-    ((*TRAIN, "--target", "/no/one"), "--target: '/no/one' must be a folder with config.json"),
+    (TRAIN, "recording cannot be read"),
+    ((*TRAIN, "--from", "/etc"), "--from: '/etc' must be a folder with config.json"),
+    ((*TRAIN, "--layers", "1"), "--layers is gone: name a draft to start --from"),
+    ((*TRAIN, "--seed=1"), "--seed is gone: the training has one value of it"),
+    (("calibrate", "online", "--rounds", "1"), "--rounds is gone: end it with Ctrl-C"),
+    (("calibrate", "collect", *URL, "--thinking"), "unrecognized arguments: --thinking"),
+    (("calibrate", "extract", TARGET, "recording"), "calibrate extract is gone: `calibrate train"),
+    (("calibrate", "train", "/no/one", *TRAIN[3:]), "'/no/one' must be a folder with config.json"),
     ((*TRAIN, "--minutes", "0"), "--minutes=0.0 must be a number above 0"),
     ((*TRAIN, "--learning-rate", "nan"), "--learning-rate=nan must be a number above 0"),
     ((*TRAIN, "--out", "/dev/null/a"), "--out: '/dev/null/a' must be a folder that can be written"),
@@ -95,7 +93,6 @@ def nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("words", "said"), REFUSED)
 def test_refused(words: tuple[str, ...], said: str, nothing_starts, capsys) -> None:
     """An invalid value gives status 2 and one line that names it, and nothing is started."""
-    Path("extraction.json").touch()
     assert said in refusal_of(capsys, *words)
 
 

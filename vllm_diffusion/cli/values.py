@@ -123,8 +123,8 @@ def folder_with(*names: str) -> Callable[[str], Path]:
     return read
 
 
-# A folder of `calibrate extract`, and of a draft.
-samples, draft = folder_with("extraction.json"), folder_with("config.json")
+# A folder of a draft.
+draft = folder_with("config.json")
 
 
 def file(value: str) -> Path:
@@ -153,11 +153,6 @@ def new_file(value: str) -> Path:
     if file_path.is_dir() or not os.access(place, os.W_OK):
         raise Refusal(f"{value!r} must be a file that can be written, in a folder that is there.")
     return file_path
-
-
-def layer_ids(value: str) -> list[int]:
-    """Read layers of a model, such as ``1,9,17``."""
-    return sorted({int(part) for part in value.split(",")})
 
 
 def schema(value: str) -> dict[str, Any]:

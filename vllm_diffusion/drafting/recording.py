@@ -129,7 +129,7 @@ def read_recording(path: str | Path) -> Recording:
         ) from None
     if not exchanges:
         raise ValueError(
-            f"{path} holds no exchange; record some first (vllm-diffusion calibrate record)."
+            f"{path} holds no exchange; record some first (drafting.record of --additional-config)."
         )
     exchanges.sort(key=lambda exchange: exchange.time)
     return Recording(exchanges, num_damaged)
@@ -371,11 +371,3 @@ class Recorder:
 
 def _line(at: float, prompt: Sequence[int], output: Sequence[int]) -> bytes:
     return msgspec.json.encode(_Line(round(at, 3), list(prompt), list(output))) + b"\n"
-
-
-def clear_recording(folder: str | Path) -> int:
-    """Delete a recording, also while a server records, and return the number of files."""
-    files = list(Path(folder).glob(f"*{_SUFFIX}"))
-    for file in files:
-        file.unlink(missing_ok=True)
-    return len(files)

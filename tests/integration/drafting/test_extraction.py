@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +11,9 @@ from safetensors.torch import load_file
 
 from tests.support import drafts
 from tests.support.checkpoints import SHIPPED
-from tests.support.commands import status_of
 from tests.support.draft_engine import prompt_of, saved_target
-from vllm_diffusion.drafting.calibration.samples import read_extraction
+from vllm_diffusion.drafting.commands.train_draft import extract
+from vllm_diffusion.drafting.recording import read_recording
 
 pytestmark = [pytest.mark.engine]
 
@@ -34,27 +31,30 @@ def recorded(path: Path) -> Path:
     return path
 
 
+def extracted(
+    target: str | Path, recording: Path, out: Path, *options: str, layers: list[int] = LAYERS
+) -> None:
+    exchanges = read_recording(recording).exchanges
+    extract([str(target), *options], exchanges, layers, out, 2**30, 4096, verbose=True)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
-def test_states(cache: str, models: Any, tmp_path: Path) -> None:
+def test_states(cache: str, models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One sample of each exchange, as the target read it; in full precision behind any cache."""
-    target = saved_target(tmp_path)
-    words = ["calibrate", "extract", target, recorded(tmp_path / "own.jsonl"), "--layer-ids", "0,2"]
-    words += ["--out", tmp_path / "samples", "--max-model-len", "256", "--kv-cache-dtype", cache]
-    words += ["--max-num-batched-tokens", "64", "--max-num-seqs", "4"]
-    command = [sys.executable, "-m", "vllm_diffusion.cli.main", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines()[-1].startswith("3 samples, 215 tokens, 0.1 MiB")
-    assert read_extraction(tmp_path / "samples").target_layer_ids == tuple(LAYERS)
+    # The extraction sets it for its own process.
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    recording = recorded(tmp_path / "own.jsonl")
+    options = ("--max-model-len", "256", "--kv-cache-dtype", cache)
+    options += ("--max-num-batched-tokens", "64", "--max-num-seqs", "4")
+    extracted(saved_target(tmp_path), recording, tmp_path / "samples", *options)
     files = list((tmp_path / "samples").iterdir())
-    assert len(files) == len(EXCHANGES) + 1
+    assert len(files) == len(EXCHANGES)
     found = {}
     for path in files:
-        if path.suffix == ".safetensors":
-            tensors = load_file(path)
-            found[tuple(tensors["token_ids"].tolist())] = tensors
+        tensors = load_file(path)
+        found[tuple(tensors["token_ids"].tolist())] = tensors
     for prompt, output in EXCHANGES:
         tensors = found[tuple(prompt + output)]
         assert int(tensors["answer_start"]) == len(prompt)
@@ -70,37 +70,32 @@ def test_states(cache: str, models: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "layers", "message"),
     [
         (
             ("--kv-cache-dtype", "turboquant_k8v4"),
+            [0],
             "--kv-cache-dtype turboquant_k8v4: hidden states",
         ),
-        (("--layer-ids", "0,3"), r"target_layer_ids=[0, 3] must be layers of the target, 0 to 2"),
+        ((), [0, 3], r"target_layer_ids=\[0, 3\] must be layers of the target, 0 to 2"),
         (
             ("--kv-transfer-config", '{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}'),
+            [0],
             "--kv-transfer-config is set by the extr",
         ),
     ],
 )
-def test_refused(
-    words: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In one line, before anything is loaded or written."""
-    target = saved_target(tmp_path)
-    own = recorded(tmp_path / "own.jsonl")
-    out = tmp_path / "out"
-    capsys.readouterr()
-    layers = () if "--layer-ids" in words else ("--layer-ids", "0")
-    words = ("extract", str(target), str(own), "--out", str(out), *layers, *words)
-    assert status_of("calibrate", *words) == 1
-    assert message in capsys.readouterr().err.strip().splitlines()[-1]
-    assert not out.exists()
+def test_refused(words: tuple[str, ...], layers: list[int], message: str, tmp_path: Path) -> None:
+    """What cannot be extracted is refused before anything is loaded or written."""
+    target, own = saved_target(tmp_path), recorded(tmp_path / "own.jsonl")
+    with pytest.raises(ValueError, match=message):
+        extracted(target, own, tmp_path / "out", *words, layers=layers)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
-def test_refused_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A diffusion model; another target's recording; a folder with something in it."""
+def test_refused_targets(tmp_path: Path) -> None:
+    """A diffusion model, another target's recording and a folder with something in it are refused."""
     target = saved_target(tmp_path)
     own = tmp_path / "own.jsonl"
     own.write_text(json.dumps({"token_ids": [1, drafts.VOCAB]}))
@@ -110,6 +105,5 @@ def test_refused_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         (target, elsewhere, "has token 160, and the target's"),
         (target, tmp_path, "is not empty; name a new folder"),
     ):
-        words = (model, own, "--out", out, "--layer-ids", "0")
-        assert status_of("calibrate", "extract", *words) == 1
-        assert message in capsys.readouterr().err
+        with pytest.raises(ValueError, match=message):
+            extracted(model, own, out, layers=[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,9 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from vllm_diffusion.drafting.calibration.picture import draw_training
 from vllm_diffusion.drafting.calibration.samples import (
-    Extraction,
     is_held_out,
-    read_extraction,
     read_sample,
     sample_files,
     shuffled_samples,
@@ -92,6 +91,7 @@ def calibrate(
     *,
     device: str = "cpu",
     report: Callable[[Progress], None] = lambda progress: None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> list[Progress]:
     """Train a draft in place, and save it with a picture of the training, whole or not at all.
 
@@ -103,6 +103,7 @@ def calibrate(
         settings: Settings of the training.
         device: Torch device that trains.
         report: Called with each progress; first with the untrained draft's, as step 0.
+        clock: Seconds, which ``settings.minutes`` is compared with.
 
     Returns:
         All reports of the training.
@@ -114,7 +115,13 @@ def calibrate(
     if out.exists():
         raise ValueError(f"--out: {out} is there already; name a new folder.")
     learnt, held_out = split_samples(samples)
-    check_samples(read_extraction(samples), ends.config, draft)
+    check_fit(
+        draft.config,
+        "config.json of the draft",
+        vocab_size=ends.config.vocab_size,
+        hidden_size=ends.config.hidden_size,
+        num_layers=ends.config.num_hidden_layers,
+    )
     _check_tokens([*learnt, *held_out], draft)
     size = len(draft.target_layer_ids), draft.config.hidden_size
     draft.to(device)
@@ -131,6 +138,7 @@ def calibrate(
         settings,
         held_out=measured,
         report=report,
+        clock=clock,
     )
     _save(draft, history, out)
     return history
@@ -155,37 +163,6 @@ def split_samples(folder: Path) -> tuple[list[Path], list[Path]]:
             f"{folder} holds nothing to train on: all of {len(files)} samples are held out; record more."
         )
     return learnt, held_out[:_MAX_HELD_OUT]
-
-
-def check_samples(extraction: Extraction, target: PreTrainedConfig, draft: ReferenceDraft) -> None:
-    """Check that samples, target and draft belong to one another.
-
-    Raises:
-        ValueError: Naming the field and the remedy.
-    """
-    check_fit(
-        draft.config,
-        "config.json of the draft",
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        num_layers=target.num_hidden_layers,
-    )
-    known = {
-        "hidden_size": (extraction.hidden_size, target.hidden_size),
-        "num_hidden_layers": (extraction.num_target_layers, target.num_hidden_layers),
-        "vocab_size": (extraction.vocab_size, target.vocab_size),
-    }
-    for name, (of_samples, of_target) in known.items():
-        if of_samples != of_target:
-            raise ValueError(
-                f"The samples are of {extraction.target} with {name}={of_samples}, and --target has "
-                f"{of_target}; give the target that they were extracted from."
-            )
-    if extraction.target_layer_ids != tuple(draft.target_layer_ids):
-        raise ValueError(
-            f"The samples hold the layers {list(extraction.target_layer_ids)}, and the draft's "
-            f"target_layer_ids are {list(draft.target_layer_ids)}; extract with --draft and that draft."
-        )
 
 
 def _check_tokens(files: Sequence[Path], draft: ReferenceDraft) -> None:

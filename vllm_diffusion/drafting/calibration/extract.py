@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 
-from vllm_diffusion.drafting.calibration.samples import Extraction, sample_name, write_extraction
+from vllm_diffusion.drafting.calibration.samples import sample_name
 from vllm_diffusion.drafting.recording import Exchange
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
 # Subfolder of the output folder that the engine writes to.
@@ -33,7 +33,7 @@ _BATCH_BYTES = 256 * 2**20
 # layers after them are its own. Hidden states themselves are kept unquantised with each.
 _CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc")
 # Why exchanges are left out, in the command's words.
-_REPEATED, _TOO_LONG, _NO_ROOM = "repeat another", "are too long", "have no room (--max-mib)"
+_REPEATED, _TOO_LONG, _NO_ROOM = "repeat another", "are too long", "have no room (--disk-gib)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,28 +98,29 @@ def extract(
     _check_cache(engine_args.kv_cache_dtype)
     engine_args = _extracting(engine_args, target_layer_ids, out / _STAGING)
     config: VllmConfig = engine_args.create_engine_config()
-    sizes = _checked(config, target_layer_ids)
+    _check(config, target_layer_ids)
+    hidden_size = config.model_config.get_hidden_size()
+    vocab_size = config.model_config.get_vocab_size()
     longest = min(max_length, config.model_config.max_model_len - 1)
-    bytes_a_token = len(target_layer_ids) * sizes.hidden_size * config.model_config.dtype.itemsize
+    bytes_a_token = len(target_layer_ids) * hidden_size * config.model_config.dtype.itemsize
     chosen, num_cut, left_out = _choose(exchanges, longest, max_bytes // bytes_a_token)
     for exchange in chosen:
-        if max(exchange.token_ids) >= sizes.vocab_size:
+        if max(exchange.token_ids) >= vocab_size:
             raise ValueError(
                 f"The recording has token {max(exchange.token_ids)}, and the target's vocabulary is "
-                f"{sizes.vocab_size}; give the target whose traffic was recorded, or another recording."
+                f"{vocab_size}; give the target whose traffic was recorded, or another recording."
             )
     if not chosen:
         raise ValueError(
             f"None of {len(exchanges)} exchanges can be extracted: {left_out[_TOO_LONG]} prompts have "
             f"{longest} tokens or more, {left_out[_NO_ROOM]} exchanges have no room; raise "
-            "--max-length and --max-model-len, or --max-mib."
+            "--max-length and --max-model-len, or --disk-gib."
         )
     total = sum(len(each.token_ids) for each in chosen)
     report(
         f"{len(chosen)} sequences, {total} tokens, {total * bytes_a_token / 2**20:.1f} MiB of hidden states"
     )
     out.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_extraction(out, sizes)
     try:
         _replay(engine_args, chosen, out, bytes_a_token, report)
     finally:
@@ -157,24 +158,16 @@ def _extracting(
     )
 
 
-def _checked(config: VllmConfig, target_layer_ids: Sequence[int]) -> Extraction:
-    model: ModelConfig = config.model_config
-    num_layers = model.get_total_num_hidden_layers()
+def _check(config: VllmConfig, target_layer_ids: Sequence[int]) -> None:
+    num_layers = config.model_config.get_total_num_hidden_layers()
     layers = list(target_layer_ids)
     if not layers or not all(0 <= layer < num_layers - 1 for layer in layers):
         raise ValueError(
-            f"target_layer_ids={layers} must be layers of the target, 0 to {num_layers - 2}; give the "
-            "draft that is to be trained, or layers of this target (--layer-ids)."
+            f"target_layer_ids={layers} must be layers of the target, 0 to {num_layers - 2}; name the "
+            "target of the draft that is to be trained."
         )
     # A checkpoint may resolve "auto".
     _check_cache(config.cache_config.cache_dtype)
-    return Extraction(
-        target=model.model,
-        target_layer_ids=tuple(layers),
-        num_target_layers=num_layers,
-        hidden_size=model.get_hidden_size(),
-        vocab_size=model.get_vocab_size(),
-    )
 
 
 def _check_cache(dtype: str) -> None:

@@ -1,7 +1,5 @@
 """Replay of recorded answers: how many tokens a draft would have had accepted, without a server.
 
-python -m vllm_diffusion.drafting.calibration.replay SAMPLES TARGET NEW OLD
-
 A recorded answer is the target's own, so a proposal is accepted exactly where it equals the
 answer's next token. For greedy answers this is what a server counts; for sampled answers it is the
 mean of what a server counts, since a token is in the answer as often as the target draws it.
@@ -9,8 +7,6 @@ mean of what a server counts, since a token is in the answer as often as the tar
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,8 +14,8 @@ import torch
 from torch import nn
 
 from vllm_diffusion.drafting.accepted import Verifications
-from vllm_diffusion.drafting.calibration.calibrate import check_samples, load_ends, split_samples
-from vllm_diffusion.drafting.calibration.samples import Sample, read_extraction, read_sample
+from vllm_diffusion.drafting.calibration.calibrate import TargetEnds, split_samples
+from vllm_diffusion.drafting.calibration.samples import Sample, read_sample
 from vllm_diffusion.drafting.reference_draft import ReferenceDraft, load_draft
 from vllm_diffusion.drafting.reveal_block import without_mask_token
 
@@ -60,32 +56,33 @@ def replay(
     return Verifications.of(lengths, draft.block_size - 1)
 
 
-def main(samples: str, target: str, new: str, old: str) -> None:
+def compare(
+    samples: Path, ends: TargetEnds, new: Path, old: Path, device: str
+) -> tuple[Verifications, Verifications]:
     """Replay the answers that are held out of training with two drafts.
 
-    This prints the figures of both and the verdict on the new one as a line of JSON.
-
     Args:
-        samples: A folder of ``calibrate extract``.
-        target: Target that the samples were extracted from.
+        samples: A folder of extracted hidden states.
+        ends: Embedding and output head of the target, on ``device``.
         new: Folder of the new draft.
         old: Folder of the old draft.
+        device: Torch device.
 
-    Raises:
-        ValueError: If they do not belong to one another.
+    Returns:
+        Verifications of the new draft, and of the old one; none where nothing is held out.
     """
-    ends, (_, files) = load_ends(target), split_samples(Path(samples))
-    extraction, replays = read_extraction(Path(samples)), []
-    for folder in (new, old):
-        draft = load_draft(folder)
-        check_samples(extraction, ends.config, draft)
-        size = len(draft.target_layer_ids), draft.config.hidden_size
-        held_out = (read_sample(path, *size) for path in files)
-        replays.append(replay(draft, ends.embed, ends.head, held_out))
-    ours, theirs = replays
-    figures = {"new": ours.tokens, "old": theirs.tokens, "is_better": ours.is_better_than(theirs)}
-    print(json.dumps(figures | {"verifications": [ours.number, theirs.number]}))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    _, files = split_samples(samples)
+    drafts = [load_draft(folder).to(device) for folder in (new, old)]
+    ours, theirs = (
+        replay(
+            draft,
+            ends.embed,
+            ends.head,
+            (
+                read_sample(path, len(draft.target_layer_ids), draft.config.hidden_size)
+                for path in files
+            ),
+        )
+        for draft in drafts
+    )
+    return ours, theirs

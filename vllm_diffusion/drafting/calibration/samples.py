@@ -8,14 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from vllm_diffusion.weights.regular_files import why_not_folder
 
-_DESCRIPTION = "extraction.json"
 _HELD_OUT = "held-out"
 
 
@@ -65,46 +63,6 @@ def read_sample(path: Path, num_layers: int, hidden_size: int) -> Sample:
         )
     start = tensors.get("answer_start")
     return Sample(ids.long(), states, 0 if start is None else int(start))
-
-
-class Extraction(msgspec.Struct, frozen=True):
-    """Description of a folder of samples, stored there as ``extraction.json``.
-
-    Attributes:
-        target: The model, as vLLM was given it.
-        target_layer_ids: Layers whose outputs the samples hold.
-        num_target_layers: Number of layers of the target.
-        hidden_size: Hidden size of the target.
-        vocab_size: Vocabulary size of the target.
-    """
-
-    target: str
-    target_layer_ids: tuple[int, ...]
-    num_target_layers: int
-    hidden_size: int
-    vocab_size: int
-
-
-def write_extraction(folder: Path, extraction: Extraction) -> None:
-    """Write the description of a folder's samples."""
-    content = msgspec.json.format(msgspec.json.encode(extraction), indent=2)
-    (folder / _DESCRIPTION).write_bytes(content + b"\n")
-
-
-def read_extraction(folder: Path) -> Extraction:
-    """Read the description of a folder's samples.
-
-    Raises:
-        ValueError: If it is missing or damaged.
-    """
-    path = folder / _DESCRIPTION
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Extraction)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{path} does not say what was extracted ({error}); extract hidden states there with "
-            "vllm-diffusion calibrate extract."
-        ) from None
 
 
 def sample_name(idx: int, is_held_out: bool) -> str:

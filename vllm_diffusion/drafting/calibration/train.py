@@ -220,6 +220,7 @@ def train(
     *,
     held_out: Sequence[Sample] = (),
     report: Callable[[Progress], None] = lambda progress: None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> list[Progress]:
     """Train ``draft`` in place, on the device and in the dtype that it has.
 
@@ -231,6 +232,7 @@ def train(
         settings: Settings of the training.
         held_out: Samples that progress is measured on.
         report: Called with the progress every ``settings.report_every`` steps, and at the end.
+        clock: Seconds, which ``settings.minutes`` is compared with.
 
     Returns:
         All reports.
@@ -256,7 +258,7 @@ def train(
     history: list[Progress] = []
     losses: list[float] = []
     step = 0
-    start = time.monotonic()
+    start = clock()
 
     def note() -> None:
         nats = right = torch.zeros(0)
@@ -270,7 +272,7 @@ def train(
     for batch in _batches(samples, settings, draft.fc.weight):
         share = step / settings.steps
         if settings.minutes is not None:
-            share = max(share, (time.monotonic() - start) / (60 * settings.minutes))
+            share = max(share, (clock() - start) / (60 * settings.minutes))
             if share >= 1 and step:
                 break
         step += 1

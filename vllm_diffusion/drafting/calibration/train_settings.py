@@ -22,7 +22,7 @@ class TrainSettings:
             The default is half a block, the paper's value for blocks of 8 and 10 (for 16 it has 7).
         report_every: Steps between two reports.
         seed: Seed of anchors and masks.
-        minutes: Wall time in minutes after which training ends even if steps are left; the learning
+        minutes: Time in minutes after which training ends even if steps are left; the learning
             rate falls with whichever ends first. ``None`` for no limit.
     """
 

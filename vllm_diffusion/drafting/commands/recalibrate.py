@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -27,7 +26,7 @@ from vllm_diffusion.cli.console import CommandError, say
 from vllm_diffusion.cli.server import process_tree
 from vllm_diffusion.drafting.accepted import MARGIN
 from vllm_diffusion.drafting.commands.swap_draft import add_server, ask_draft, swap
-from vllm_diffusion.drafting.commands.train_draft import add_device
+from vllm_diffusion.drafting.commands.train_draft import COMPARISON, add_training
 from vllm_diffusion.drafting.recording import read_recording
 
 if TYPE_CHECKING:
@@ -35,9 +34,9 @@ if TYPE_CHECKING:
 
 _GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 _POLL_SECONDS, _HALT_SECONDS = 1.0, 0.5
-_OURS = (sys.executable, "-m", "vllm_diffusion.cli.main", "calibrate")
-# Of the time that is left: training ends by itself before it is ended.
-_SHARE_OF_TRAINING = 0.7
+_TRAIN = (sys.executable, "-m", "vllm_diffusion.cli.main", "calibrate", "train")
+# Time without a request after which a round may begin.
+_IDLE_SECONDS = 30.0
 
 
 class IdleWorkError(Exception):
@@ -138,7 +137,7 @@ def add_parser(steps: Subcommands) -> None:
     parser = steps.add_parser(
         "online",
         help="train drafts in a server's idle time, and swap them in if they are better",
-        description="Wait until a server has nothing to do, extract and train on its recording, compare "
+        description="Wait until a server has nothing to do, train on its recording, compare "
         f"the new draft with the served one on answers that were held out, and swap it in if it gives at "
         f"least {100 * MARGIN:.0f} percent more tokens a verification there. Whenever the server has work, this "
         "halts. Ctrl-C ends it.",
@@ -153,18 +152,14 @@ def add_parser(steps: Subcommands) -> None:
     parser.add_argument(
         "--drafts", type=values.folder, required=True, help="folder that keeps new drafts"
     )
-    amount, count = values.number(0.001), values.integer()
+    amount = values.number(0.001)
     for option, read, default, meaning in (
         ("--minutes", amount, 60.0, "of a round"),
         ("--gib", amount, 16.0, "of memory"),
-        ("--disk-gib", amount, 4.0, "of hidden states"),
-        ("--steps", count, 2000, "of training"),
-        ("--exchanges", count, 200, "new ones that begin a round"),
-        ("--idle-seconds", values.number(0), 30.0, "without a request"),
+        ("--exchanges", values.integer(), 200, "new ones that begin a round"),
     ):
         values.add_number(parser, option, read, meaning, default, "X")
-    add_device(parser)
-    values.add_number(parser, "--rounds", count, "end after so many (default: go on)")
+    add_training(parser)
     parser.set_defaults(run=run, vllm_options=[])
 
 
@@ -176,12 +171,9 @@ def run(arguments: argparse.Namespace) -> int:
     end_with_signals()
     _served(arguments)
     rounds = _Rounds(arguments)
-    done = 0
-    while done != arguments.rounds:
+    while True:
         rounds.wait()
         rounds.run()
-        done += 1
-    return 0
 
 
 def _served(arguments: argparse.Namespace) -> Path:
@@ -201,7 +193,7 @@ def _served(arguments: argparse.Namespace) -> Path:
 
 @dataclass
 class _Rounds:
-    """Rounds of extraction, training, comparison and swap, one after the other.
+    """Rounds of training, comparison and swap, one after the other.
 
     Attributes:
         arguments: Of the command.
@@ -222,7 +214,7 @@ class _Rounds:
             is_busy = _is_busy(arguments.url)
             if is_busy:
                 idle_since = time.monotonic()
-            if is_busy or time.monotonic() - idle_since < arguments.idle_seconds:
+            if is_busy or time.monotonic() - idle_since < _IDLE_SECONDS:
                 waits = "the server has work"
             elif self._num_new() < arguments.exchanges:
                 waits = f"fewer than {arguments.exchanges} new exchanges are recorded"
@@ -252,7 +244,7 @@ class _Rounds:
         return sum(at > self.until for at in self._times)
 
     def run(self) -> None:
-        """Extract, train, compare, swap. What fails ends the round, and the served draft stays."""
+        """Train, compare, swap. What fails ends the round, and the served draft stays."""
         arguments = self.arguments
         work = IdleWork(
             lambda: _is_busy(arguments.url),
@@ -263,45 +255,32 @@ class _Rounds:
         old = _served(arguments)
         arguments.drafts.mkdir(parents=True, exist_ok=True)
         new = arguments.drafts.absolute() / datetime.now().strftime("%Y-%m-%d-%H%M%S")
+        # All that a command leaves when it is killed is in this folder.
         with tempfile.TemporaryDirectory(dir=arguments.drafts) as folder:
-            samples = Path(folder) / "samples"
+            trained = Path(folder) / "draft"
+            command = [*_TRAIN, arguments.target, str(arguments.recording), "--from", str(old)]
+            command += ["--out", str(trained), "--minutes", str(arguments.minutes)]
+            command += ["--device", arguments.device, "--disk-gib", str(arguments.disk_gib)]
             try:
-                if not self._train(work, samples, old, new):
-                    return
+                work.run("training", [*command, *arguments.vllm_options])
+                if not (trained / COMPARISON).is_file():
+                    raise IdleWorkError("no recorded answers are held out to compare drafts on.")
+                figures = json.loads((trained / COMPARISON).read_text(encoding="utf-8"))
             except IdleWorkError as error:
                 say(f"The round ends, and {old} is served on: {error}")
-                shutil.rmtree(new, ignore_errors=True)
                 return
+            say(
+                f"On held-out answers: {figures['new']:.2f} tokens a verification, and {figures['old']:.2f} of the "
+                f"served draft; {work.spent / 60:.1f} minutes."
+            )
+            if not figures["is_better"]:
+                say(f"That is not {100 * MARGIN:.0f} % more: {old} is served on.")
+                return
+            trained.rename(new)
         try:
             print(f"{swap(arguments, new)['model']} is served.", flush=True)
         except ServerError as error:
             say(f"{new} was not taken: {error}")
-
-    def _train(self, work: IdleWork, samples: Path, old: Path, new: Path) -> bool:
-        """Train, and return whether the new draft is better than the old one, on answers that neither was trained on."""
-        arguments = self.arguments
-        command: list[str] = ["extract", arguments.target, str(arguments.recording)]
-        command += ["--draft", str(old), "--out", str(samples)]
-        command += ["--max-mib", str(max(int(arguments.disk_gib * 2**10), 1))]
-        command += arguments.vllm_options
-        say(work.run("extraction", [*_OURS, *command]).strip().splitlines()[-1])
-        command = ["train", str(samples), "--out", str(new), "--from", str(old)]
-        command += ["--target", arguments.target, "--steps", str(arguments.steps)]
-        command += ["--device", arguments.device]
-        command += ["--minutes", str((work.seconds - work.spent) / 60 * _SHARE_OF_TRAINING)]
-        say(work.run("training", [*_OURS, *command]).strip().splitlines()[-1])
-        command = ["-m", "vllm_diffusion.drafting.calibration.replay", str(samples)]
-        command = [sys.executable, *command, arguments.target, str(new), str(old)]
-        printed = work.run("comparison", command)
-        figures: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
-        say(
-            f"On held-out answers: {figures['new']:.2f} tokens a verification, and {figures['old']:.2f} of the "
-            f"served draft; {work.spent / 60:.1f} minutes."
-        )
-        if not figures["is_better"]:
-            say(f"That is not {100 * MARGIN:.0f} % more: {old} is served on.")
-            shutil.rmtree(new)
-        return bool(figures["is_better"])
 
 
 def _is_busy(url: str) -> bool:

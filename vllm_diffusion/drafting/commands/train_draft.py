@@ -1,73 +1,95 @@
-"""``vllm-diffusion calibrate train``: a draft trained on extracted hidden states."""
+"""``vllm-diffusion calibrate train``: a draft trained on recorded traffic."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
+import multiprocessing
+import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_diffusion.cli import values
-from vllm_diffusion.cli.console import fail, say
+from vllm_diffusion.cli.console import add_verbose, fail, one_line, quieten, say
+from vllm_diffusion.drafting.accepted import MARGIN
 from vllm_diffusion.drafting.calibration.train_settings import TrainSettings
+from vllm_diffusion.drafting.commands.contenders import draft_config
+from vllm_diffusion.drafting.recording import Exchange, read_recording
 
 if TYPE_CHECKING:
     from vllm_diffusion.cli.checkpoint import Subcommands
     from vllm_diffusion.drafting.calibration.train import Progress
 
-# Settings of a training that are options: what each means, and what reads it.
-_SETTINGS: dict[str, tuple[str, Callable[[str], float]]] = {
-    "batch_size": ("samples a step", int),
-    "anchors": ("blocks of each sample", int),
-    "learning_rate": ("at its highest", float),
-    "revealed_share": (
-        "share of the blocks of which some is revealed, for drafts of several passes",
-        float,
-    ),
-    "report_every": ("steps between two lines of progress", int),
-    "seed": ("of blocks, masks and random weights", values.seed),
-}
+# File of a trained draft: tokens a verification of it and of the one that it began with, and whether it is better.
+COMPARISON = "comparison.json"
+# Of the time that is left after the extraction: the drafts are compared in the rest.
+_SHARE_OF_TRAINING = 0.7
+_TICK_SECONDS, _LONGEST_TICK = 0.5, 5.0
+
+
+class RunningTime:
+    """Clock of the time that this process runs: it stands while `calibrate online` halts the process."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        threading.Thread(target=self._tick, daemon=True).start()
+
+    def _tick(self) -> None:
+        then = time.monotonic()
+        while True:
+            time.sleep(_TICK_SECONDS)
+            now = time.monotonic()
+            # A tick takes longer than that only where the process was halted.
+            self.seconds += min(now - then, _LONGEST_TICK)
+            then = now
 
 
 def add_parser(steps: Subcommands) -> None:
     parser = steps.add_parser(
         "train",
-        help="train a draft on extracted hidden states",
-        description="Train a draft, from another one's weights or from random ones, on what `calibrate "
-        "extract` wrote. Nothing is saved until it is complete.",
+        help="train a draft on recorded traffic",
+        description="Have the target read recorded traffic once more, the newest first, train a draft on its hidden "
+        "states from another one's weights, and compare both on answers that were held out. Nothing is saved until it is "
+        "complete.",
+        epilog="Other options are vLLM's for the target, such as --tensor-parallel-size 2.",
+        allow_abbrev=False,
     )
-    parser.add_argument("samples", type=values.samples, help="a folder of `calibrate extract`")
+    parser.add_argument(
+        "target", type=values.model, help="whose traffic was recorded; a folder or a repository"
+    )
+    parser.add_argument(
+        "recording", type=values.path, help="a folder of a server, or a file of JSON lines"
+    )
+    parser.add_argument(
+        "--from", dest="first", type=values.draft, required=True, help="a draft to start from"
+    )
     parser.add_argument(
         "--out", type=values.folder, required=True, help="a new folder, for the draft"
     )
-    start = parser.add_mutually_exclusive_group(required=True)
-    start.add_argument("--from", dest="first", type=values.draft, help="a draft to start from")
-    meaning = "start from random weights, with so many layers"
-    values.add_number(start, "--layers", values.integer(), meaning)
-    meaning = "of a new draft: an anchor and masks"
-    values.add_number(parser, "--block-size", values.integer(2), meaning)
-    meaning = "of a new draft: a token that no text has"
-    values.add_number(parser, "--mask-token-id", values.integer(0), meaning, metavar="ID")
-    parser.add_argument(
-        "--target",
-        type=values.model,
-        help="default: the one that the samples were extracted from",
-    )
-    values.add_number(parser, "--steps", int, "of the optimizer", 2000)
-    meaning = "end then though steps are left"
-    values.add_number(parser, "--minutes", float, meaning, metavar="X")
-    for name, (meaning, read) in _SETTINGS.items():
-        default = getattr(TrainSettings, name)
-        metavar = "N" if isinstance(default, int) else "X"
-        option = "--" + name.replace("_", "-")
-        values.add_number(parser, option, read, meaning, default, metavar)
-    add_device(parser)
-    parser.set_defaults(run=run)
+    count, amount = values.integer(), float
+    values.add_number(parser, "--steps", count, "of the optimizer", 2000)
+    meaning = "end then, extraction and comparison included, though steps are left"
+    values.add_number(parser, "--minutes", amount, meaning, metavar="X")
+    meaning, default = "at its highest", TrainSettings.learning_rate
+    values.add_number(parser, "--learning-rate", amount, meaning, default, "X")
+    values.add_number(parser, "--batch-size", count, "samples a step", TrainSettings.batch_size)
+    values.add_number(parser, "--max-length", values.integer(2), "tokens of a sample", 4096)
+    add_training(parser)
+    add_verbose(parser)
+    parser.set_defaults(run=run, vllm_options=[])
 
 
-def add_device(parser: argparse.ArgumentParser) -> None:
-    """Add the option that chooses where a draft is trained."""
+def add_training(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say where a draft is trained, and on how much."""
+    meaning = "of hidden states, which are deleted afterwards"
+    values.add_number(parser, "--disk-gib", values.number(0.001), meaning, 4.0, "X")
     parser.add_argument(
         "--device",
         default="cpu",
@@ -75,66 +97,183 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
-    is_new = arguments.first is None
-    for name in ("block_size", "mask_token_id"):
-        option = "--" + name.replace("_", "-")
-        if is_new and getattr(arguments, name) is None:
-            raise values.UsageError(
-                f"{option} is needed for a new draft; give it, or start --from one."
-            )
-        if not is_new and getattr(arguments, name) is not None:
-            raise values.UsageError(
-                f"{option} is of a new draft, and --from has its own; leave it out."
-            )
+def read_exchanges(recording: Path) -> list[Exchange]:
+    """Read what is recorded there.
+
+    Raises:
+        UsageError: If it is nothing.
+    """
     try:
-        names = ("steps", "minutes", *_SETTINGS)
+        return read_recording(recording).exchanges
+    except ValueError as error:
+        raise values.UsageError(f"argument recording: {error}") from None
+
+
+def run(arguments: argparse.Namespace) -> int:
+    running = RunningTime()
+    try:
+        names = ("steps", "minutes", "learning_rate", "batch_size")
         settings = TrainSettings(**{name: getattr(arguments, name) for name in names})
     except ValueError as error:
         raise values.UsageError(f"--{str(error).replace('_', '-')}") from None
+    out = arguments.out
+    if out.exists():
+        raise values.UsageError(f"--out: {out} is there already; name a new folder.")
+    exchanges = read_exchanges(arguments.recording)
+    layers = _layers_of(arguments.first)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if not arguments.verbose:
+        quieten()
     try:
-        import torch
-
-        from vllm_diffusion.drafting.calibration import calibrate
-        from vllm_diffusion.drafting.calibration.samples import read_extraction
-        from vllm_diffusion.drafting.reference_draft import ReferenceDraft, draft_config
-
-        try:
-            torch.empty(1, device=arguments.device)
-        except (RuntimeError, AssertionError) as error:
-            # Of a torch without CUDA, the latter.
-            raise ValueError(f"--device {arguments.device}: {str(error).splitlines()[0]}") from None
-        extraction = read_extraction(arguments.samples)
-        draft = None if is_new else calibrate.load_first_draft(arguments.first)
-        ends = calibrate.load_ends(arguments.target or extraction.target)
-        if draft is None:
-            torch.manual_seed(settings.seed)
-            draft = ReferenceDraft(
-                draft_config(
-                    ends.config,
-                    num_layers=arguments.layers,
-                    block_size=arguments.block_size,
-                    mask_token_id=arguments.mask_token_id,
-                    target_layer_ids=extraction.target_layer_ids,
-                )
-            )
-        calibrate.calibrate(
-            arguments.samples,
-            ends,
-            draft,
-            arguments.out,
-            settings,
-            device=arguments.device,
-            report=partial(_report, time.monotonic()),
-        )
+        _check_device(arguments.device)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
+            samples = Path(folder) / "samples"
+            # Its engine needs a process without torch's threads, and what it has loaded goes with it.
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                pool.submit(
+                    extract,
+                    [arguments.target, *arguments.vllm_options],
+                    exchanges,
+                    layers,
+                    samples,
+                    int(arguments.disk_gib * 2**30),
+                    arguments.max_length,
+                    arguments.verbose,
+                ).result()
+            _train(arguments, settings, samples, running)
     except ValueError as error:
-        return fail(str(error))
-    print(f"The draft is in {arguments.out}, a picture of its training in training.svg there.")
+        return fail(one_line(error))
+    except BrokenProcessPool:
+        return fail("The process that extracts hidden states was killed; is there memory for it?")
+    print(f"The draft is in {out}, a picture of its training in training.svg there.")
     return 0
 
 
-def _report(start: float, progress: Progress) -> None:
-    line = f"step {progress.step}, {(time.monotonic() - start) / 60:.1f} min: {progress.loss:.3f} nats a masked token"
+def _layers_of(draft: Path) -> list[int]:
+    """Read the ids of the target's layers that a draft reads.
+
+    Raises:
+        UsageError: If its ``config.json`` does not name them.
+    """
+    layers = draft_config(str(draft)).get("dflash_config", {}).get("target_layer_ids")
+    if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
+        raise values.UsageError(
+            f"--from: {draft / 'config.json'} has no dflash_config.target_layer_ids; name the folder of a "
+            "DFlash draft."
+        )
+    return layers
+
+
+def _check_device(name: str) -> None:
+    """Check that a device is there, before anything takes time.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"--device {name}: {str(error).splitlines()[0]}") from None
+    # Nothing is put there: the memory is the extraction's first.
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device {name}: torch finds no such GPU; set it to cpu.")
+
+
+def extract(
+    target: Sequence[str],
+    exchanges: Sequence[Exchange],
+    layers: Sequence[int],
+    out: Path,
+    max_bytes: int,
+    max_length: int,
+    verbose: bool,
+) -> None:
+    """Write the hidden states of a target at recorded tokens, as a process of its own does.
+
+    Args:
+        target: The model, and options of vLLM for it.
+        exchanges: As of :func:`~vllm_diffusion.drafting.calibration.extract.extract`, like those that follow.
+        layers: Layers whose outputs are written.
+        out: Folder of the samples.
+        max_bytes: Limit for all of them.
+        max_length: Tokens of a sample.
+        verbose: Whether what vLLM prints is printed.
+
+    Raises:
+        ValueError: As that function.
+    """
+    if not verbose:
+        quieten()
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from vllm_diffusion.drafting.calibration import extract as extraction
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm-diffusion calibrate train"))
+    done = extraction.extract(
+        EngineArgs.from_cli_args(parser.parse_args(["--model", *target])),
+        exchanges,
+        layers,
+        out,
+        max_bytes=max_bytes,
+        max_length=max_length,
+        report=say,
+    )
+    for why, count in done.left_out.items():
+        if count:
+            say(f"{count} exchanges {why} and are left out.")
+    if done.num_cut:
+        say(f"{done.num_cut} sequences are cut to {max_length} tokens (--max-length).")
+
+
+def _train(
+    arguments: argparse.Namespace, settings: TrainSettings, samples: Path, running: RunningTime
+) -> None:
+    """Train on a folder of samples, save the draft, and say whether it is better than the first one.
+
+    Raises:
+        ValueError: If no time is left to train, and as
+            :func:`~vllm_diffusion.drafting.calibration.calibrate.calibrate`.
+    """
+    from vllm_diffusion.drafting.calibration import calibrate
+    from vllm_diffusion.drafting.calibration.replay import compare
+
+    out, device = arguments.out, arguments.device
+    ends = calibrate.load_ends(arguments.target)
+    draft = calibrate.load_first_draft(arguments.first)
+    if settings.minutes is not None:
+        left = settings.minutes - running.seconds / 60
+        if left <= 0:
+            raise ValueError(f"--minutes={settings.minutes:g}: the extraction took all; raise it.")
+        settings = dataclasses.replace(settings, minutes=left * _SHARE_OF_TRAINING)
+    calibrate.calibrate(
+        samples,
+        ends,
+        draft,
+        out,
+        settings,
+        device=device,
+        report=partial(_report, running.seconds, running),
+        clock=lambda: running.seconds,
+    )
+    new, old = compare(samples, ends, out, arguments.first, device)
+    if not new.number:
+        say("No answers were held out, so the drafts were not compared.")
+        return
+    is_better = new.is_better_than(old)
+    figures = {"new": new.tokens, "old": old.tokens, "is_better": is_better}
+    (out / COMPARISON).write_text(json.dumps(figures) + "\n", encoding="utf-8")
+    verdict = "better" if is_better else f"not better by {100 * MARGIN:.0f} %"
+    say(
+        f"On held-out answers: {new.tokens:.2f} tokens a verification, and {old.tokens:.2f} of the first draft. "
+        f"The new one is {verdict}."
+    )
+
+
+def _report(start: float, running: RunningTime, progress: Progress) -> None:
+    line = f"step {progress.step}, {(running.seconds - start) / 60:.1f} min: {progress.loss:.3f} nats a masked token"
     if progress.acceptance_by_position:
         shares = " ".join(f"{share:.2f}" for share in progress.acceptance_by_position)
         line += (

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-import shlex
 import shutil
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,37 +20,10 @@ from safetensors.torch import save_file
 from tests.support import drafts
 from tests.support.commands import status_of
 from vllm_diffusion.drafting.calibration import calibrate
-from vllm_diffusion.drafting.calibration.samples import Extraction, sample_name, write_extraction
-from vllm_diffusion.drafting.recording import Recorder, Ring
+from vllm_diffusion.drafting.calibration.samples import sample_name
+from vllm_diffusion.drafting.commands import train_draft
 
 LAYERS = (0, 1)
-
-
-def run(*words: object) -> int:
-    return status_of("calibrate", *words)
-
-
-def test_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is there, and the command that records there; then nothing any more."""
-    folder = tmp_path / "re cording"
-    recorder = Recorder(Ring(folder, "engine0", 2**20), pytest.fail)
-    for i in range(30):
-        recorder.add([i, 1, 2], [3, 4])
-    recorder.close()
-    with (folder / "engine0-00000000.jsonl").open("a") as file:
-        file.write('{"prompt')
-    assert run("record", folder, "--max-mib", 3) == 0
-    printed = capsys.readouterr().out
-    assert "30 exchanges from 20" in printed
-    assert "90 tokens of prompts, 60 of answers" in printed
-    assert "1 half-written lines were passed over" in printed
-    words = shlex.split(printed.splitlines()[-1])
-    settings = json.loads(words[words.index("--additional-config") + 1])
-    assert settings == {"drafting": {"record": {"folder": str(folder), "max_mib": 3}}}
-
-    assert run("record", folder, "--clear") == 0
-    assert run("record", folder) == 0
-    assert "holds no exchange" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +44,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "answer_start": torch.tensor(1),
         }
         save_file(tensors, samples / sample_name(idx, is_held_out=idx == 0))
-    shape = (drafts.LAYERS, drafts.HIDDEN, drafts.VOCAB)
-    write_extraction(samples, Extraction(str(folder / "target"), LAYERS, *shape))
+    (folder / "recording.jsonl").write_text('{"token_ids": [3, 4]}')
     return folder
 
 
@@ -84,29 +58,72 @@ def train(
     """Trains ``draft`` in a copy of that folder; the exit status, and lines of errors and progress."""
     monkeypatch.chdir(shutil.copytree(prepared, tmp_path / "here"))
 
+    class Pool(ThreadPoolExecutor):
+        """Copies the samples in place of a process that extracts them."""
+
+        def __init__(self, *_: object) -> None:
+            super().__init__(1)
+
+        def submit(self, _: object, *arguments: Any) -> Future[Any]:
+            return super().submit(shutil.copytree, "samples", arguments[3])
+
+    monkeypatch.setattr(train_draft, "ProcessPoolExecutor", Pool)
+
     def run_here(*words: object) -> tuple[int, list[str]]:
-        status = run("train", "samples", "--out", "draft", *words)
+        words = ("target", "recording.jsonl", "--from", "old", "--out", "draft", *words)
+        status = status_of("calibrate", "train", *words)
         return status, capsys.readouterr().err.strip().splitlines()
 
     return run_here
 
 
-NEW = ("--layers", 1, "--block-size", 4, "--mask-token-id", drafts.MASK)
+@pytest.fixture
+def slow_extraction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extraction seems to take 40 s; from then on a second passes between two looks at the clock."""
+    seconds = itertools.count(40)
+    clock = type("Clock", (), {"seconds": property(lambda _: float(next(seconds)))})
+    monkeypatch.setattr(train_draft, "RunningTime", clock)
 
 
+@pytest.mark.usefixtures("slow_extraction")
 def test_train(train: Any) -> None:
-    """From random weights, until the minutes end; the progress, a picture, and nothing beside the draft."""
+    """Training ends before the command's minutes; there is progress, a picture, a comparison, and nothing beside the draft."""
     out = Path("drafts/first")
-    status, lines = train("--out", out, *NEW, "--steps", 10**9, "--minutes", 1e-9)
+    status, lines = train("--out", out, "--steps", 10**9, "--minutes", 1)
     assert status == 0
-    assert lines[-1].startswith("step 1,")
-    assert "of 3 accepted, by position" in lines[-1]
-    files = {"config.json", "model.safetensors", "training.svg"}
+    # Seven tenths of the 20 s that are left.
+    assert lines[-2].startswith("step 13,")
+    assert "accepted, by position" in lines[-2]
+    assert re.match(
+        r"On held-out answers: 1\.\d\d tokens a verification, and 1\.\d\d of", lines[-1]
+    )
+    files = {"config.json", "model.safetensors", "training.svg", "comparison.json"}
     assert {path.name for path in out.iterdir()} == files
     assert [path.name for path in out.parent.iterdir()] == ["first"]
     config = json.loads((out / "config.json").read_text())
-    assert config["architectures"] == ["DFlashDraftModel"]
     assert config["dflash_config"]["target_layer_ids"] == list(LAYERS)
+    assert not json.loads((out / "comparison.json").read_text())["is_better"]
+
+
+@pytest.mark.usefixtures("slow_extraction")
+def test_no_time_left(train: Any) -> None:
+    """A command whose minutes are over after the extraction says so, and saves nothing."""
+    status, lines = train("--minutes", 0.5)
+    assert status == 1
+    assert lines[-1] == "--minutes=0.5: the extraction took all; raise it."
+    assert not Path("draft").exists()
+
+
+def test_running_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour in which the process is halted counts as the five seconds that a busy machine may take for a tick."""
+    now = iter([0.0, 0.5, 1.0, 3601.0, 3601.5])
+    fake = SimpleNamespace(sleep=lambda _: None, monotonic=lambda: next(now))
+    monkeypatch.setattr(train_draft, "time", fake)
+    clock = object.__new__(train_draft.RunningTime)
+    clock.seconds = 0.0
+    with pytest.raises(StopIteration):
+        clock._tick()
+    assert clock.seconds == 6.5
 
 
 @pytest.mark.parametrize("interrupted", ["train", "draw_training"])
@@ -114,38 +131,32 @@ def test_interrupted_training_saves_nothing(
     interrupted: str, train: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibrate, interrupted, mock.Mock(side_effect=KeyboardInterrupt))
-    assert train("--out", "out/draft", *NEW, "--steps", 2)[0] == 130
+    assert train("--out", "out/draft", "--steps", 2)[0] == 130
     assert not list(Path("out").rglob("*"))
 
 
-OLD = ("--from", "old")
-
-
 @pytest.mark.parametrize(
-    ("words", "files", "message"),
+    ("words", "changes", "message"),
     [
-        ((*NEW, "--mask-token-id", 160), {}, "mask_token_id=160 must be a token of the target's"),
-        ((*NEW, "--mask-token-id", 5), {}, "id=5, which must be a token that no text has"),
-        ((*OLD, "--out", "target"), {}, "out: target is there already; name a new folder"),
-        ((*OLD, "--device", "nope"), {}, "device nope: Expected one of cpu, cuda"),
-        # What files hold is another's: the extraction's, or the draft's.
-        (NEW, {"samples": {"hidden_size": 128}}, "=128, and --target has 64; give the target"),
-        (NEW, {"samples": {"target_layer_ids": None}}, "does not say what was extracted"),
-        (NEW, {"samples": {"target_layer_ids": [0, 1, 2]}}, "extract its target_layer_ids"),
-        (OLD, {"old": {"vocab_size": 161}}, "vocab_size=161 is not the target's 160"),
-        (OLD, {"old": {"hidden_size": 32}}, "is not a draft of its .* size mismatch for"),
-        (OLD, {"samples": {"target_layer_ids": [0, 2]}}, "the draft's target_layer_ids are "),
+        (("--out", "target"), {}, "out: target is there already; name a new folder"),
+        (("--device", "nope"), {}, "device nope: Expected one of cpu, cuda"),
+        (("--device", "cuda:99"), {}, "device cuda:99: torch finds no such GPU"),
+        ((), {"mask_token_id": 5}, "id=5, which must be a token that no text has"),
+        ((), {"vocab_size": 161}, "vocab_size=161 is not the target's 160"),
+        ((), {"hidden_size": 32}, "is not a draft of its .* size mismatch for"),
+        ((), {"target_layer_ids": "0"}, "has no dflash_config.target_layer_ids"),
     ],
 )
 def test_refused_training(
-    words: tuple[object, ...], files: dict[str, Any], message: str, train: Any
+    words: tuple[object, ...], changes: dict[str, Any], message: str, train: Any
 ) -> None:
-    """By the option or the field, and nothing is saved."""
-    for folder, changes in files.items():
-        name = "extraction.json" if folder == "samples" else "config.json"
-        path = Path(folder, name)
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    """A training that cannot be is refused by the option or the field, and nothing is saved."""
+    path = Path("old/config.json")
+    config = json.loads(path.read_text())
+    for name, value in changes.items():
+        (config["dflash_config"] if name in config["dflash_config"] else config)[name] = value
+    path.write_text(json.dumps(config))
     status, lines = train(*words)
-    assert status == 1
+    assert status in (1, 2)
     assert any(re.search(message, line) for line in lines), lines
     assert not Path("draft").exists()

@@ -21,9 +21,8 @@ from vllm_diffusion.drafting.commands.recalibrate import IdleWork, IdleWorkError
     ("failing", "said", "is_kept"),
     [
         ("", "That is not 2 % more", False),
-        ("extraction", "extraction reached the cap", False),
         ("training", "training reached the cap", False),
-        ("comparison", "comparison reached the cap", False),
+        ("comparison", "no recorded answers are held out", False),
         ("swap", "was not taken: it does not fit", True),
     ],
 )
@@ -36,11 +35,14 @@ def test_round_without_a_swap(
     recording.write_text('{"time": 1, "prompt_token_ids": [5], "output_token_ids": [6, 7]}')
 
     def run(_: IdleWork, name: str, command: list[str]) -> str:
-        if name == "training":
-            Path(command[command.index("--out") + 1]).mkdir()
+        trained = Path(command[command.index("--out") + 1])
+        trained.mkdir()
         if name == failing:
             raise IdleWorkError(f"{name} reached the cap of 1 minutes.")
-        return json.dumps({"new": 5.0, "old": 2.0, "is_better": failing == "swap"})
+        if failing != "comparison":
+            figures = {"new": 5.0, "old": 2.0, "is_better": failing == "swap"}
+            (trained / "comparison.json").write_text(json.dumps(figures))
+        return ""
 
     swap = mock.Mock(side_effect=ServerError("it does not fit"))
     monkeypatch.setattr(recalibrate, "_is_busy", lambda _: False)
@@ -50,8 +52,11 @@ def test_round_without_a_swap(
     monkeypatch.setattr(IdleWork, "run", run)
     words: list[Any] = ["--url", "http://127.0.0.1:9", "--target", "the/target"]
     words += ["--recording", recording, "--drafts", drafts]
-    words += ["--rounds", "1", "--idle-seconds", "0", "--exchanges", "1"]
-    assert status_of("calibrate", "online", *words) == 0
+    words += ["--exchanges", "1"]
+    monkeypatch.setattr(recalibrate, "_IDLE_SECONDS", 0.0)
+    # The first round is the only one: a second would wait for exchanges that nobody has.
+    monkeypatch.setattr(recalibrate.time, "sleep", mock.Mock(side_effect=KeyboardInterrupt))
+    assert status_of("calibrate", "online", *words) == 130
     assert said in capsys.readouterr().err
     assert swap.called is is_kept
     assert bool([*drafts.iterdir()]) is is_kept
