@@ -21,7 +21,7 @@ SERVE = "tests.null_gpu.engine_cases:serve"
 # rehearsed.
 FAMILIES = [name for name in CASES if name not in ("llada2.0", "llada2.1", "sdar-block-32")]
 FAMILIES.append("dream")
-WHOLE_SEQUENCES = ("llada", "llada-moe", "illada", "dream")
+WHOLE_SEQUENCES = ("mdlm", "llada", "llada-moe", "illada", "dream")
 # A pass of whole sequences, and one whose rows arrive as embeddings, for pictures.
 STEADY = ("llada", "mineru")
 # One for each layout but DiffusionGemma's, and the rows that it rounds up to.

@@ -346,7 +346,7 @@ _IN_BLOCKS: dict[str, Any] = {
 }
 
 
-# A2D's MDLM, whose folder is a BD3LM's, by its architecture and rule: not in every test of families.
+# A2D's MDLM, whose folder is a BD3LM's, by its architecture and rule.
 def mdlm_case(make: Callable[..., TinyModel], architecture: str, *, is_shifted: bool) -> Case:
     """A2D's MDLM on one of its bodies.
 
@@ -360,6 +360,9 @@ def mdlm_case(make: Callable[..., TinyModel], architecture: str, *, is_shifted: 
     return Case(
         partial(make, block_length=16),
         partial(_mdlm, is_shifted=is_shifted),
+        ("dynamic", "static", "random"),
+        filters=(),
+        stepped=("static", "random"),
         options={
             "additional_config": {"diffusion": own},
             "hf_overrides": {"architectures": [architecture]},
@@ -399,6 +402,7 @@ CASES: dict[str, Case] = {
         tiny.dream_reasoner, partial(_sdar, generate=dream_reasoner.generate), stepped=_ALL
     ),
     "a2d": Case(tiny.a2d, _bd3lm, ("dynamic", "static"), filters=(), stepped=("static",)),
+    "mdlm": mdlm_case(tiny.a2d, "A2DQwen3MDLM", is_shifted=False),
     "mineru": Case(tiny_mineru, _mineru, stepped=_ALL),
     "llada": _whole(tiny.llada, _llada),
     "llada-moe": _whole(tiny.llada_moe, _llada),
