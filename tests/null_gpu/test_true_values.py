@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from tests.null_gpu.planted_faults import FAULTS
 from tests.support.checkpoints import SHIPPED
 from tests.support.generate import run_engine
 from tests.support.null_gpu.processes import NullGpu
@@ -32,6 +33,8 @@ ENGINE: dict[str, Any] = {
     "kv_cache_memory_bytes": 2**25,
     "limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0},
 }
+# Of the recorded questions those with short answers: a sum, a word backwards and a line of JSON.
+QUESTIONS = [1, 12, 33]
 # Graphs without Inductor, whose kernels nothing interprets. vLLM's compiled operators have PyTorch's in their place.
 ON_THE_GPU: dict[str, Any] = {
     "compilation_config": {
@@ -89,6 +92,27 @@ def test_tokens(computing_gpu, asynchronous):
     assert tokens_of(on_the_gpu) == answers
     # Those of no answer could be equal by chance.
     assert all(len(set(answer)) > 4 for batch in answers for answer in batch), answers
+
+
+@pytest.fixture(scope="module")
+def compared_answers(computing_gpu) -> dict[str, dict[str, Any]]:
+    """What ``doctor --gpu`` finds in some answers, without a fault and with each planted one."""
+    case = "tests.null_gpu.planted_faults:compare_answers"
+    outcome = computing_gpu.run(
+        case, capability="8.0", seconds=1700, engine=ENGINE | ON_THE_GPU, questions=QUESTIONS
+    )
+    return outcome.checked()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("fault", ["none", *FAULTS])
+def test_planted_faults(compared_answers, fault):
+    """The answers that ``doctor --gpu`` compares are those of a CPU, and all differ with a planted fault."""
+    found = compared_answers[fault]
+    assert found["graphs"] > 0
+    assert len(found["different"]) == (0 if fault == "none" else len(QUESTIONS)), found
+    assert bool(found["problem"]) == (fault != "none")
 
 
 def tokens_of(answers: dict[str, Any]) -> list[list[list[int]]]:
