@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import update_wrapper
 from typing import Any
 
 from tests.support.null_gpu import true_values
 from tests.support.null_gpu.counts import counts_of, summary
 
-FAULTS = ("kernel",)
+FAULTS = ("kernel", "compiled", "graph")
 
 
 def compare_answers(engine: dict[str, Any], questions: list[int]) -> dict[str, dict[str, Any]]:
@@ -61,17 +62,47 @@ class Faults:
         import torch
 
         from attention_kernels.canvas_attention.triton.launch import CanvasLaunch
+        from vllm_diffusion.canvas.cuda_graphs import GraphedFunction
+        from vllm_diffusion.canvas.pass_rows import PassRows
 
         self.in_kernel = in_kernel = torch.zeros((), device="cuda")
-        launch = CanvasLaunch.__call__
+        self.in_compiled = in_compiled = torch.zeros((), dtype=torch.int64, device="cuda")
+        self.in_graph = in_graph = torch.zeros((), dtype=torch.bool, device="cuda")
+        launch, select, capture = (
+            CanvasLaunch.__call__,
+            PassRows._by_request,
+            GraphedFunction.capture,
+        )
 
         def launch_wrongly(self: Any, query: Any, cache: Any, out: Any) -> None:
             """Write one wrong value for each row."""
             launch(self, query, cache, out)
             out[:, 0, 0] += 8.0 * in_kernel
 
+        def select_wrongly(self: Any, tokens: Any, *counts: Any) -> Any:
+            """Give each position of an answer the next one's token, as a search that was compiled wrongly did."""
+            place = torch.arange(tokens.shape[1], device=tokens.device) + in_compiled
+            return select(self, tokens[:, place % tokens.shape[1]], *counts)
+
+        def capture_wrongly(self: Any, make: Any, *inputs: Any, **others: Any) -> None:
+            """Capture a graph that reads its inputs where they were when it was captured."""
+            old = [each.clone() for each in inputs]
+            function = self._function
+
+            def call(*given: Any, **named: Any) -> Any:
+                read = (torch.where(in_graph, *pair) for pair in zip(old, given, strict=True))
+                return function(*read, **named)
+
+            self._function = update_wrapper(call, function)
+            capture(self, make, *inputs, **others)
+            self._function = function
+
         CanvasLaunch.__call__ = launch_wrongly
+        PassRows._by_request = select_wrongly
+        GraphedFunction.capture = capture_wrongly
 
     def switch(self, fault: str) -> None:
         """Switch one fault on, and the others off; ``none`` leaves all off."""
         self.in_kernel.fill_(fault == "kernel")
+        self.in_compiled.fill_(fault == "compiled")
+        self.in_graph.fill_(fault == "graph")
