@@ -24,7 +24,7 @@ from typing import Any
 from records import Rows, parser_of
 from timing import STOCK
 
-from tests.support.server import Server, start_server
+from tests.support.engines.server import Server, start_server
 from vllm_diffusion.checkpoints import shipped_checkpoint
 
 WORDS = (

@@ -34,9 +34,9 @@ from stages import Stages
 from torch import Tensor
 from transformers import DynamicCache
 
+from tests.support.counters.row_counts import RowCounter
 from tests.support.families.cases import CASES, Wanted, expected
 from tests.support.families.model import TinyModel, prompt_of
-from tests.support.row_counts import RowCounter
 
 # Bodies of transformers, which take a cache.
 FAMILIES = ("sdar", "sdar-block-32", "stable-diffcoder", "nemotron", "fast-dllm")

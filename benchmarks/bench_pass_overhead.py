@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.null_gpu.engine_cases import PROMPT, decide_outcomes, drop, start
-from tests.support.checkpoints import SHIPPED
+from tests.support.models.checkpoints import SHIPPED
 from tests.support.null_gpu.counts import counts_of, summary
 from tests.support.null_gpu.processes import NullGpu
 

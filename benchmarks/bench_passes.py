@@ -9,7 +9,7 @@ answers of one canvas and of several, alone and in a batch. A pass is counted wh
 schedules one. Stock's own class runs on the same platform, and draws its own noise.
 
 With ``--load`` the same 64 prompts are served 1, 8 and 32 at a time, and rows are counted for each
-token of the answers (``tests/support/row_counts.py``). Padding is what the graphs of a GPU would add.
+token of the answers (``tests/support/counters/row_counts.py``). Padding is what the graphs of a GPU would add.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from typing import Any
 
 from records import Rows, parser_of
 
-from tests.support.row_counts import RowCounter, RowCounts
-from tests.support.row_counts import serve as served_at_once
+from tests.support.counters.row_counts import RowCounter, RowCounts
+from tests.support.counters.row_counts import serve as served_at_once
 from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.startup.capture_sizes import capture_sizes
 

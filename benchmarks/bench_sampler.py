@@ -31,7 +31,7 @@ from timing import device as the_device
 from torch import Tensor
 
 from attention_kernels.vocab_statistics import RowDraws, RowLogits
-from tests.support.kernel_checks import TensorMemory
+from tests.support.oracles.kernel_checks import TensorMemory
 from vllm_diffusion.canvas.pass_rows import rows_of
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters, draw_filtered
 from vllm_diffusion.sampling.logprobs import LogprobsRequest, row_logprobs

@@ -75,7 +75,7 @@ def vllm_log(
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Run one ``vllm serve`` process for every test that requests it."""
-    from tests.support.server import shared_server
+    from tests.support.engines.server import shared_server
 
     with shared_server(tmp_path_factory.mktemp("server")) as running:
         yield running
@@ -84,7 +84,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return random weights, as Hugging Face's classes save them."""
-    from tests.support.checkpoints import random_checkpoint
+    from tests.support.models.checkpoints import random_checkpoint
 
     return random_checkpoint(tmp_path_factory.mktemp("random"))
 
@@ -92,6 +92,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def oracle(checkpoint: Path) -> Any:
     """Return Hugging Face's own generation from ``checkpoint``, which no test changes."""
-    from tests.support.oracle import Oracle
+    from tests.support.oracles.oracle import Oracle
 
     return Oracle(checkpoint)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.engines.server import MODEL, start_server
 from tests.support.families import makers as tiny
 from tests.support.families.cases import CASES, Wanted, expected, mdlm_case
 from tests.support.families.model import prompt_of
-from tests.support.server import MODEL, start_server
 
 pytestmark = pytest.mark.engine
 

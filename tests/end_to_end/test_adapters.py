@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.adapters import DECODER, ENCODER, adapt, put_into_hub_cache
-from tests.support.checkpoints import SHIPPED
-from tests.support.seeded_requests import Tokens, answers_alone, answers_together
-from tests.support.server import MODEL, Server, start_server
+from tests.support.engines.seeded_requests import Tokens, answers_alone, answers_together
+from tests.support.engines.server import MODEL, Server, start_server
+from tests.support.models.adapters import DECODER, ENCODER, adapt, put_into_hub_cache
+from tests.support.models.checkpoints import SHIPPED
 from vllm_diffusion.checkpoints import shipped_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]

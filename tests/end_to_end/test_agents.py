@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.server import Server
+from tests.support.engines.server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from tests.support.server import MODEL, SHARED_MAX_MODEL_LEN, Server
+from tests.support.engines.server import MODEL, SHARED_MAX_MODEL_LEN, Server
 from vllm_diffusion.requests.refusals import SECONDS_A_LINE
 
 pytestmark = pytest.mark.engine

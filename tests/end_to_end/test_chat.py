@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import fake_server
-from tests.support.server import Server as VllmServer
+from tests.support.doubles import fake_server
+from tests.support.engines.server import Server as VllmServer
 from vllm_diffusion.cli.server import Server
 
 # Longer than forty columns, in several canvases.

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.checkpoints import SHIPPED
-from tests.support.oracle import Oracle
-from tests.support.server import Server, start_server
+from tests.support.engines.server import Server, start_server
+from tests.support.models.checkpoints import SHIPPED
+from tests.support.oracles.oracle import Oracle
 
 pytestmark = pytest.mark.engine
 

@@ -17,11 +17,11 @@ import jsonschema
 import pytest
 
 from tests.robustness.requests import picture as data_url
+from tests.support.engines.server import MODEL, Server, start_server, stop_server
 from tests.support.families import run
 from tests.support.families.mineru import generate
 from tests.support.families.mineru_model import IMAGE_ID, mineru, num_tokens
 from tests.support.families.model import MASK_ID
-from tests.support.server import MODEL, Server, start_server, stop_server
 
 pytestmark = pytest.mark.engine
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.tiny_pair import dflash, greedy_answer, greedy_answers, serving
+from tests.support.engines.tiny_pair import dflash, greedy_answer, greedy_answers, serving
 from vllm_diffusion.checkpoints import shipped_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.server import Server
-from tests.support.tiny_pair import (
+from tests.support.engines.server import Server
+from tests.support.engines.tiny_pair import (
     SWAPS,
     SWAPS_PLUGINS,
     dflash,

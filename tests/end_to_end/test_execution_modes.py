@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.engine import TracedEngine, run_here
-from tests.support.generate import run_engine, small_engine
-from tests.support.oracle import Oracle
-from tests.support.prompts import random_prompt
+from tests.support.engines.engine import TracedEngine, run_here
+from tests.support.engines.generate import run_engine, small_engine
+from tests.support.models.prompts import random_prompt
+from tests.support.oracles.oracle import Oracle
 from vllm_diffusion.runner import model_state as base
 
 pytestmark = pytest.mark.engine

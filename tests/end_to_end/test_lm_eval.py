@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import SHIPPED
-from tests.support.server import MODEL, Server, start_server
+from tests.support.engines.server import MODEL, Server, start_server
+from tests.support.models.checkpoints import SHIPPED
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "checkpoints"))
 from tiny_tasks import evaluation_set

@@ -21,8 +21,8 @@ import psutil
 import pytest
 
 from tests.end_to_end.test_tools import RECORD, ask
-from tests.support.server import MODEL, Server, start_server
-from tests.support.streams import OrderedStream
+from tests.support.engines.server import MODEL, Server, start_server
+from tests.support.engines.streams import OrderedStream
 from vllm_diffusion.checkpoints import shipped_checkpoint
 
 pytestmark = pytest.mark.engine

@@ -14,9 +14,9 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from tests.support.checkpoints import SHIPPED
-from tests.support.seeded_requests import answers_alone, answers_together
-from tests.support.server import Server, start_headless, start_server
+from tests.support.engines.seeded_requests import answers_alone, answers_together
+from tests.support.engines.server import Server, start_headless, start_server
+from tests.support.models.checkpoints import SHIPPED
 from vllm_diffusion.cli.server import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]

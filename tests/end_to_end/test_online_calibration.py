@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.test_draft_swaps import KEY, ask, swapping
-from tests.support.tiny_pair import save_random_draft
+from tests.support.engines.tiny_pair import save_random_draft
 from vllm_diffusion.checkpoints import shipped_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]

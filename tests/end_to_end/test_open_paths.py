@@ -12,9 +12,9 @@ from typing import NamedTuple
 import httpx
 import pytest
 
-from tests.support.checkpoints import SHIPPED
-from tests.support.routes import MIDDLEWARE, open_paths
-from tests.support.server import Server, start_server
+from tests.support.engines.routes import MIDDLEWARE, open_paths
+from tests.support.engines.server import Server, start_server
+from tests.support.models.checkpoints import SHIPPED
 from vllm_diffusion.checkpoints import shipped_checkpoint, shipped_draft
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]

@@ -13,8 +13,8 @@ import httpx
 import openai
 import pytest
 
-from tests.support.checkpoints import SHIPPED
-from tests.support.server import MODEL, Server
+from tests.support.engines.server import MODEL, Server
+from tests.support.models.checkpoints import SHIPPED
 
 pytestmark = pytest.mark.engine
 

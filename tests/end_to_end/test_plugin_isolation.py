@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.snapshot import OURS
+from tests.support.engines.snapshot import OURS
 
 pytestmark = pytest.mark.engine
 
@@ -42,7 +42,7 @@ OTHER_MODELS = {
 
 
 class Snapshots:
-    """What :mod:`tests.support.snapshot` printed under each set of environment variables.
+    """What :mod:`tests.support.engines.snapshot` printed under each set of environment variables.
 
     Each process takes many seconds to import vLLM, so they run two at a time.
     """

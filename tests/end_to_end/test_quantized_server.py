@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.support.quantized import quantized_checkpoint
-from tests.support.server import MODEL, start_server
+from tests.support.engines.server import MODEL, start_server
+from tests.support.models.quantized import quantized_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

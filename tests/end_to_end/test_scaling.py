@@ -14,10 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.checkpoints import SHIPPED
-from tests.support.families.cases import CASES
-from tests.support.quantized import quantized_checkpoint
-from tests.support.seeded_requests import (
+from tests.support.engines.seeded_requests import (
     ALL,
     Tokens,
     answers_alone,
@@ -26,7 +23,10 @@ from tests.support.seeded_requests import (
     check_answers,
     seeded_request,
 )
-from tests.support.server import MODEL, Server, start_server, stop_server
+from tests.support.engines.server import MODEL, Server, start_server, stop_server
+from tests.support.families.cases import CASES
+from tests.support.models.checkpoints import SHIPPED
+from tests.support.models.quantized import quantized_checkpoint
 from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.cli.server import free_port
 

@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from tests.support.server import MODEL, Server
+from tests.support.engines.server import MODEL, Server
 
 pytestmark = pytest.mark.engine
 

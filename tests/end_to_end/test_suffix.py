@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.end_to_end.test_requests_page import blocks, run
-from tests.support.server import MODEL, Server
+from tests.support.engines.server import MODEL, Server
 
 pytestmark = pytest.mark.engine
 

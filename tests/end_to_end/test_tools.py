@@ -11,8 +11,8 @@ import jsonschema
 import openai
 import pytest
 
-from tests.support.server import MODEL, Server
-from tests.support.streams import OrderedStream
+from tests.support.engines.server import MODEL, Server
+from tests.support.engines.streams import OrderedStream
 
 pytestmark = pytest.mark.engine
 

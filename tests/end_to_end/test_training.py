@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.support.checkpoints import SHIPPED, copy_checkpoint
-from tests.support.server import Server, start_server
+from tests.support.engines.server import Server, start_server
+from tests.support.models.checkpoints import SHIPPED, copy_checkpoint
 
 pytestmark = pytest.mark.engine
 

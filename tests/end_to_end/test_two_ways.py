@@ -12,8 +12,8 @@ import pytest
 
 from tests.end_to_end.test_decisions import QUESTIONS, STATE, SYSTEM_ONE, letters
 from tests.end_to_end.test_tools import NAMED, TOKENS, ask, gemma_request
-from tests.support.checkpoints import SHIPPED
-from tests.support.server import MODEL, PARSERS, Server, start_server
+from tests.support.engines.server import MODEL, PARSERS, Server, start_server
+from tests.support.models.checkpoints import SHIPPED
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

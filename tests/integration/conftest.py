@@ -44,7 +44,7 @@ def order(request):
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Start Chromium for the modules that test the page of the live canvas."""
-    from tests.support.page_browser import running_browser
+    from tests.support.doubles.page_browser import running_browser
 
     with running_browser() as running:
         yield running
@@ -53,7 +53,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture
 def new_page(browser: Browser) -> Iterator[Callable[..., Page]]:
     """Open an address in a browser of its own, and check that nothing else was fetched."""
-    from tests.support.page_browser import opening_pages
+    from tests.support.doubles.page_browser import opening_pages
 
     with opening_pages(browser) as open_page:
         yield open_page

@@ -19,7 +19,10 @@ from tests.integration.test_images import picture
 from tests.integration.test_parity import denoising
 from tests.integration.test_quantized import divergence, perturbed_first_step
 from tests.robustness.serve_options import configure
-from tests.support.adapters import (
+from tests.support.doubles.graphs import emulated_capture
+from tests.support.engines.engine import TracedEngine
+from tests.support.engines.generate import run_engine, small_engine
+from tests.support.models.adapters import (
     CONDITIONING,
     DECODER,
     ENCODER,
@@ -28,13 +31,10 @@ from tests.support.adapters import (
     merge_shared,
     write_adapter,
 )
-from tests.support.checkpoints import random_checkpoint
-from tests.support.engine import TracedEngine
-from tests.support.generate import run_engine, small_engine
-from tests.support.graphs import emulated_capture
-from tests.support.oracle import Oracle
-from tests.support.prompts import prompt_of
-from tests.support.quantized import QuantizedOracle, quantized_checkpoint
+from tests.support.models.checkpoints import random_checkpoint
+from tests.support.models.prompts import prompt_of
+from tests.support.models.quantized import QuantizedOracle, quantized_checkpoint
+from tests.support.oracles.oracle import Oracle
 from vllm_diffusion.startup.engine_process import refusal_in
 from vllm_diffusion.weights.adapters import early_checks
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from tests.support import refused
-from tests.support.checkpoints import SHIPPED, copy_checkpoint
-from tests.support.refused import refusal_of_row, refused_rows
-from tests.support.stock import run_in_stock
-from tests.support.vllm_configs import configure
+from tests.support.engines import refused
+from tests.support.engines.refused import refusal_of_row, refused_rows
+from tests.support.engines.stock import run_in_stock
+from tests.support.engines.vllm_configs import configure
+from tests.support.models.checkpoints import SHIPPED, copy_checkpoint
 from vllm_diffusion.checkpoints import shipped_checkpoint
 
 pytestmark = pytest.mark.engine

@@ -1,6 +1,6 @@
 """Embedding and sampling replayed as graphs give the tokens that they give without.
 
-Graphs are emulated (``tests/support/graphs.py``): a replay reads only what was captured, so an
+Graphs are emulated (``tests/support/doubles/graphs.py``): a replay reads only what was captured, so an
 input that a step forgets to hand over, or an output that outlives it, changes an answer here.
 """
 
@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.checkpoints import random_checkpoint
-from tests.support.engine import TracedEngine
-from tests.support.graphs import emulated_capture
+from tests.support.doubles.graphs import emulated_capture
+from tests.support.engines.engine import TracedEngine
+from tests.support.models.checkpoints import random_checkpoint
 
 pytestmark = pytest.mark.engine
 
@@ -81,12 +81,12 @@ def test_replayed_steps_change_no_token(engine):
     engine.state.capture_graphs(counted, 4)
     assert answers() == expected
     assert {name for name, _ in replays} == {
-        "_plain_step",
+        "plain_step",
         "_condition_canvases",
-        "_adjusted_rows",
-        "_filtered_rows",
-        "_reported_rows",
-        "_decide",
+        "adjusted_rows",
+        "filtered_rows",
+        "reported_rows",
+        "decide",
     }
     assert {n for name, n in replays if name == "_condition_canvases"} >= {1, 2, 4}
 

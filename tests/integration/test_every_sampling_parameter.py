@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.support.checkpoints import SHIPPED
-from tests.support.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine
+from tests.support.models.checkpoints import SHIPPED
 from vllm_diffusion.checkpoints import CHECKPOINTS
 
 pytestmark = pytest.mark.engine

@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.checkpoints import SHIPPED, copy_checkpoint
-from tests.support.engine import TracedEngine
-from tests.support.quantized import block_checkpoint, example, quantized_checkpoint
-from tests.support.vllm_configs import configure
+from tests.support.engines.engine import TracedEngine
+from tests.support.engines.vllm_configs import configure
+from tests.support.models.checkpoints import SHIPPED, copy_checkpoint
+from tests.support.models.quantized import block_checkpoint, example, quantized_checkpoint
 
 pytestmark = pytest.mark.engine
 # vLLM serves the method fp8 in these alone.

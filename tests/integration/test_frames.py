@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine import TracedEngine
-from tests.support.frames import EVERY_FIELD, Watched, steps_that_decided
-from tests.support.prompts import random_prompt
+from tests.support.engines.engine import TracedEngine
+from tests.support.models.prompts import random_prompt
+from tests.support.oracles.frames import EVERY_FIELD, Watched, steps_that_decided
 from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.metrics import request_metrics
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.integration.test_parity import LOGIT_TOLERANCE, denoising
-from tests.support.checkpoints import SHIPPED, copy_checkpoint, random_checkpoint, randomize
-from tests.support.engine import TracedEngine
-from tests.support.oracle import Oracle
+from tests.support.engines.engine import TracedEngine
+from tests.support.models.checkpoints import SHIPPED, copy_checkpoint, random_checkpoint, randomize
+from tests.support.oracles.oracle import Oracle
 
 pytestmark = pytest.mark.engine
 
@@ -148,7 +148,7 @@ def test_picture_of_a_refused_request(tmp_path: Path) -> None:
     """The picture of a refused request is answered when it is sent again."""
     from tests.robustness.requests import image_message
     from tests.robustness.requests import picture as data_url
-    from tests.support.server import start_server
+    from tests.support.engines.server import start_server
 
     options = ("--limit-mm-per-prompt", '{"image": 1, "video": 0, "audio": 0}')
     with start_server(SHIPPED, tmp_path / "server.log", *options) as server:

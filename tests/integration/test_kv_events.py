@@ -21,9 +21,9 @@ from vllm.distributed.kv_events import (
 )
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, maybe_convert_block_hash
 
-from tests.support.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine
 from tests.support.families.cases import LAYOUTS, checkpoint_of
-from tests.support.prompts import prompt_of
+from tests.support.models.prompts import prompt_of
 from vllm_diffusion.cli.server import free_port
 
 pytestmark = pytest.mark.engine

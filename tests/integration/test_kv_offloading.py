@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.checkpoints import random_checkpoint
-from tests.support.engine import TracedEngine
-from tests.support.prompts import prompt_of
-from tests.support.torch_offloading import CONNECTOR
+from tests.support.doubles.torch_offloading import CONNECTOR
+from tests.support.engines.engine import TracedEngine
+from tests.support.models.checkpoints import random_checkpoint
+from tests.support.models.prompts import prompt_of
 
 pytestmark = pytest.mark.engine
 

@@ -7,10 +7,10 @@ import functools
 import numpy as np
 import pytest
 
-from tests.support.checkpoints import random_checkpoint
-from tests.support.device_waits import DeviceWaits
-from tests.support.engine import TracedEngine
-from tests.support.frames import EVERY_FIELD, Watched
+from tests.support.counters.device_waits import DeviceWaits
+from tests.support.engines.engine import TracedEngine
+from tests.support.models.checkpoints import random_checkpoint
+from tests.support.oracles.frames import EVERY_FIELD, Watched
 
 pytestmark = pytest.mark.engine
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.support.checkpoints import SHIPPED
-from tests.support.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine
+from tests.support.models.checkpoints import SHIPPED
 
 pytestmark = pytest.mark.engine
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.support import page_stub
-from tests.support.page_browser import CONTRASTS, MARKS, ask, cells, connect, counter
-from tests.support.page_stub import Stub, running_stub
+from tests.support.doubles import page_stub
+from tests.support.doubles.page_browser import CONTRASTS, MARKS, ask, cells, connect, counter
+from tests.support.doubles.page_stub import Stub, running_stub
 
 pytestmark = MARKS
 # A picture of one pixel.

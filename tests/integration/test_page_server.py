@@ -14,9 +14,9 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Page, expect
 
-from tests.support.checkpoints import SHIPPED
+from tests.support.doubles.page_browser import MARKS, ask, cells, connect, counter
 from tests.support.families.mineru_model import mineru
-from tests.support.page_browser import MARKS, ask, cells, connect, counter
+from tests.support.models.checkpoints import SHIPPED
 from vllm_diffusion.cli.client import read_metrics, totals
 from vllm_diffusion.cli.server import Server
 

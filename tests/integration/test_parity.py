@@ -9,10 +9,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.checkpoints import SHIPPED
-from tests.support.engine import StepRecord, TracedEngine
-from tests.support.oracle import Oracle, OracleRun
-from tests.support.prompts import prompt_of
+from tests.support.engines.engine import StepRecord, TracedEngine
+from tests.support.models.checkpoints import SHIPPED
+from tests.support.models.prompts import prompt_of
+from tests.support.oracles.oracle import Oracle, OracleRun
 
 pytestmark = pytest.mark.engine
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bench_pass_overhead as bench
 import pytest
 
-from tests.support import baselines
+from tests.support.counters import baselines
 from tests.support.null_gpu.build import build, missing
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]

@@ -11,9 +11,9 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.support.checkpoints import SHIPPED
-from tests.support.engine import TracedEngine
-from tests.support.frames import EVERY_FIELD, Watched
+from tests.support.engines.engine import TracedEngine
+from tests.support.models.checkpoints import SHIPPED
+from tests.support.oracles.frames import EVERY_FIELD, Watched
 
 pytestmark = pytest.mark.engine
 

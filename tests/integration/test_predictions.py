@@ -10,11 +10,11 @@ import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from tests.support.checkpoints import SHIPPED
-from tests.support.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine
 from tests.support.families import makers as tiny
 from tests.support.families.llada2_model import llada2, llada2_2
 from tests.support.families.model import MASK_ID, prompt_of
+from tests.support.models.checkpoints import SHIPPED
 from vllm_diffusion.canvas.predictions import FollowedText, expected
 from vllm_diffusion.metrics import request_metrics
 from vllm_diffusion.requests.arguments import MOST_PREDICTED

@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from tests.support.checkpoints import SHIPPED
-from tests.support.engine import TracedEngine
-from tests.support.generate import run_engine, small_engine
-from tests.support.layer_records import recorded_experts, recorded_linears, reference_linear
-from tests.support.quantized import (
+from tests.support.engines.engine import TracedEngine
+from tests.support.engines.generate import run_engine, small_engine
+from tests.support.engines.layer_records import recorded_experts, recorded_linears, reference_linear
+from tests.support.models.checkpoints import SHIPPED
+from tests.support.models.quantized import (
     QuantizedOracle,
     example,
     modelopt_checkpoint,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine import TracedEngine
-from tests.support.prompts import prompt_of
+from tests.support.engines.engine import TracedEngine
+from tests.support.models.prompts import prompt_of
 from vllm_diffusion.sampling import output_head, vocabulary_stream
 from vllm_diffusion.sampling.pass_settings import PassSettings
 

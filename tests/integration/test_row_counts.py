@@ -7,10 +7,10 @@ from dataclasses import asdict
 import pytest
 from bench_passes import load, params
 
-from tests.support import baselines
-from tests.support.checkpoints import SHIPPED
-from tests.support.engine import TracedEngine
-from tests.support.row_counts import RowCounter, RowCounts, serve
+from tests.support.counters import baselines
+from tests.support.counters.row_counts import RowCounter, RowCounts, serve
+from tests.support.engines.engine import TracedEngine
+from tests.support.models.checkpoints import SHIPPED
 
 pytestmark = pytest.mark.engine
 

@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from attention_kernels.vocab_statistics import LogitAdjustments
-from tests.support.engine import TracedEngine
-from tests.support.oracle import Oracle
+from tests.support.engines.engine import TracedEngine
+from tests.support.oracles.oracle import Oracle
 from vllm_diffusion.metrics import request_metrics
 
 pytestmark = pytest.mark.engine

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.support.checkpoints import SHIPPED
-from tests.support.engine import TracedEngine
-from tests.support.prompts import prompt_of
+from tests.support.engines.engine import TracedEngine
+from tests.support.models.checkpoints import SHIPPED
+from tests.support.models.prompts import prompt_of
 from vllm_diffusion.metrics import request_metrics
 
 pytestmark = pytest.mark.engine

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.robustness.serve_options import OPTIONS, configure, explains
-from tests.support.checkpoints import SHIPPED
+from tests.support.models.checkpoints import SHIPPED
 from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.startup.engine_process import refusal_in
 from vllm_diffusion.startup.options import sentences

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.checkpoints import random_checkpoint
-from tests.support.engine import run_here
-from tests.support.generate import run_engine, small_engine
-from tests.support.oracle import Oracle
-from tests.support.prompts import random_prompt
+from tests.support.engines.engine import run_here
+from tests.support.engines.generate import run_engine, small_engine
+from tests.support.models.checkpoints import random_checkpoint
+from tests.support.models.prompts import random_prompt
+from tests.support.oracles.oracle import Oracle
 
 pytestmark = pytest.mark.engine
 

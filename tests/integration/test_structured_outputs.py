@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.support.checkpoints import SHIPPED, random_checkpoint
-from tests.support.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine
+from tests.support.models.checkpoints import SHIPPED, random_checkpoint
 from vllm_diffusion.metrics import request_metrics
 
 pytestmark = pytest.mark.engine

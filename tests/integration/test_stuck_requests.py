@@ -11,9 +11,9 @@ from vllm import TokensPrompt
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.support.checkpoints import SHIPPED, random_checkpoint
-from tests.support.engine import TracedEngine
-from tests.support.prompts import random_prompt
+from tests.support.engines.engine import TracedEngine
+from tests.support.models.checkpoints import SHIPPED, random_checkpoint
+from tests.support.models.prompts import random_prompt
 from vllm_diffusion.scheduling.constrained_canvas import ConstrainedCanvas
 from vllm_diffusion.scheduling.grammars import GuidedText
 

@@ -14,12 +14,12 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from attention_kernels.noise import Purpose, uniform_tokens
-from tests.support.checkpoints import SHIPPED
-from tests.support.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine
 from tests.support.families import dream, run
 from tests.support.families import makers as tiny
 from tests.support.families.cases import CASES, Wanted, expected
 from tests.support.families.model import MASK_ID, VOCAB_SIZE, TinyModel, prompt_of
+from tests.support.models.checkpoints import SHIPPED
 
 pytestmark = pytest.mark.engine
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.checkpoints import SHIPPED, random_checkpoint
-from tests.support.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine
+from tests.support.models.checkpoints import SHIPPED, random_checkpoint
 
 pytestmark = pytest.mark.engine
 

@@ -24,9 +24,9 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from tests.support.checkpoints import SHIPPED
-from tests.support.engine import TracedEngine
-from tests.support.oracle import Oracle
+from tests.support.engines.engine import TracedEngine
+from tests.support.models.checkpoints import SHIPPED
+from tests.support.oracles.oracle import Oracle
 from vllm_diffusion.checkpoints import shipped_checkpoint
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

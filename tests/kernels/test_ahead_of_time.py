@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, replace
 import pytest
 import torch
 
-from tests.support import baselines
-from tests.support.chips import CHIPS
-from tests.support.triton_compile import (
+from tests.support.counters import baselines
+from tests.support.counters.chips import CHIPS
+from tests.support.counters.triton_compile import (
     COMPILED,
     SHARED_MEMORY,
     compile_for,

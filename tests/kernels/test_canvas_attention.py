@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from attention_kernels.canvas_attention import PagedCache, Window, plan_canvas_attention
 from attention_kernels.testing import CanvasBatch, assert_within_error_budget
-from tests.support.canvas_attention import (
+from tests.support.oracles.canvas_attention import (
     DEVICE,
     IMPLS,
     SWEEP,
@@ -19,7 +19,7 @@ from tests.support.canvas_attention import (
     make_batch,
     run,
 )
-from tests.support.kernel_checks import visibility_mask
+from tests.support.oracles.kernel_checks import visibility_mask
 
 WINDOWS = {
     "full-canvas": (-1, -1, "canvas"),

@@ -11,7 +11,7 @@ import torch
 
 from attention_kernels.canvas_attention import api
 from attention_kernels.testing import CanvasBatch, make_canvas_batch
-from tests.support.canvas_attention import attend
+from tests.support.oracles.canvas_attention import attend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 make_batch = functools.partial(make_canvas_batch, device=DEVICE)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from attention_kernels.canvas_attention import AttentionOptions, PagedCache, Sequences, Window
 from attention_kernels.testing import assert_within_error_budget
-from tests.support.canvas_attention import (
+from tests.support.counters.triton_compile import empty
+from tests.support.oracles.canvas_attention import (
     DEVICE,
     SWEEP,
     arguments_of,
@@ -19,8 +20,7 @@ from tests.support.canvas_attention import (
     make_batch,
     nan_scratch,
 )
-from tests.support.kernel_checks import visibility_mask
-from tests.support.triton_compile import empty
+from tests.support.oracles.kernel_checks import visibility_mask
 
 
 @pytest.mark.parametrize(

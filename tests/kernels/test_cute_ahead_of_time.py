@@ -29,8 +29,8 @@ import pytest
 import torch
 
 from attention_kernels.canvas_attention.cute.launch import CuteKernel, compile_kernel
-from tests.support.kernel_checks import walk_key_tiles
-from tests.support.triton_compile import innermost_loops, told_of
+from tests.support.counters.triton_compile import innermost_loops, told_of
+from tests.support.oracles.kernel_checks import walk_key_tiles
 
 # Shared memory that one block can have, in bytes; the same on both chips.
 SHARED_MEMORY = 227 * 1024
@@ -299,7 +299,7 @@ class TracedRule:
 def compare_rule(capability: int, case: Case, num_sequences: int) -> dict:
     """Compare the traced rule with the reference on random sequences; return how many."""
     from attention_kernels.canvas_attention import Window
-    from tests.support.kernel_checks import visibility_mask
+    from tests.support.oracles.kernel_checks import visibility_mask
 
     rule, draw, scores = TracedRule(capability, case), random.Random(0), 0
     for _ in range(num_sequences):

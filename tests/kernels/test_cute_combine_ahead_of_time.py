@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from tests.support.triton_compile import compile_for, empty, recorded, run_uninterpreted
+from tests.support.counters.triton_compile import compile_for, empty, recorded, run_uninterpreted
 
 CHIPS = ("sm_90", "sm_100")
 

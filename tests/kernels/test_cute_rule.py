@@ -16,8 +16,8 @@ from attention_kernels.canvas_attention import AttentionOptions, Window
 from attention_kernels.canvas_attention.cute import launch
 from attention_kernels.canvas_attention.cute.visibility import Visibility
 from attention_kernels.testing import make_canvas_batch
-from tests.support.canvas_attention import attend
-from tests.support.kernel_checks import visibility_mask, walk_key_tiles
+from tests.support.oracles.canvas_attention import attend
+from tests.support.oracles.kernel_checks import visibility_mask, walk_key_tiles
 
 # tile_m, tile_n and group of the kernels' choices, and small ones that cut short sequences often.
 CUTS = [(128, 80, 2), (128, 64, 2), (64, 64, 8), (128, 128, 2), (8, 4, 1), (6, 5, 3), (4, 3, 8)]

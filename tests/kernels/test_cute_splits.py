@@ -26,9 +26,9 @@ from attention_kernels.canvas_attention.cute.visibility import Visibility
 from attention_kernels.canvas_attention.splits import MIN_SPLIT_KEYS
 from attention_kernels.testing import make_canvas_batch
 from tests.kernels.test_cute_rule import CUTS, sequences
-from tests.support.canvas_attention import attend
-from tests.support.kernel_checks import visibility_mask
-from tests.support.triton_compile import empty
+from tests.support.counters.triton_compile import empty
+from tests.support.oracles.canvas_attention import attend
+from tests.support.oracles.kernel_checks import visibility_mask
 
 pytest.importorskip("triton")
 

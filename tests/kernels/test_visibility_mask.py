@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.canvas_attention import Window
-from tests.support.kernel_checks import visibility_mask
+from tests.support.oracles.kernel_checks import visibility_mask
 
 # The figures of "DiffusionGemma in vLLM": a row per query, a column per key. Written by hand.
 PREFILL_FULL = """

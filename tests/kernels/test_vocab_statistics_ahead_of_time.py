@@ -11,8 +11,8 @@ import sys
 import pytest
 import torch
 
-from tests.support import baselines
-from tests.support.triton_compile import (
+from tests.support.counters import baselines
+from tests.support.counters.triton_compile import (
     COMPILED,
     SHARED_MEMORY,
     compile_for,

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from tests.support.models.specs import diffusion_gemma_spec, masked_spec
 from tests.support.null_gpu import true_values
-from tests.support.specs import diffusion_gemma_spec, masked_spec
 from tests.unit.canvas import test_pass_rows, test_step
 from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import CanvasSlots

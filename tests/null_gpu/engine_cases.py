@@ -127,7 +127,7 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
     """Answer requests with true values.
 
     Args:
-        job: An engine and batches of requests; see :func:`tests.support.generate.run_engine`.
+        job: An engine and batches of requests; see :func:`tests.support.engines.generate.run_engine`.
 
     Returns:
         What each request of each batch was answered; how many graphs were replayed; kernels that
@@ -135,7 +135,7 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
     """
     from vllm import LLM
 
-    from tests.support.generate import run_batches
+    from tests.support.engines.generate import run_batches
     from tests.support.null_gpu import true_values
 
     true_values.compute()
@@ -452,7 +452,7 @@ def serve_shape(model: str, options: dict[str, Any]) -> dict[str, Any]:
 
 def count_rows(model: str, options: dict[str, Any]) -> dict[str, Any]:
     """Count rows and products per token of a shape with dummy weights, at several loads."""
-    from tests.support.row_counts import RowCounter, RowCounts, serve
+    from tests.support.counters.row_counts import RowCounter, RowCounts, serve
 
     llm = start(model, load_format="dummy", skip_tokenizer_init=True, **options)
     _decide_by_steps(runner_of(llm))

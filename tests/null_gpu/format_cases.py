@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.null_gpu.engine_cases import decide_outcomes, passes_of, runner_of, start
-from tests.support.loading import load, one_rank
+from tests.support.engines.loading import load, one_rank
 
 
 def load_each(folders: list[str]) -> list[str]:

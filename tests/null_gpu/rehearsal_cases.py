@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 
 from tests.null_gpu.engine_cases import KINDS
-from tests.support.checkpoints import SHIPPED, write_headers
 from tests.support.families.cases import CASES as FAMILIES
 from tests.support.families.cases import checkpoint_of
+from tests.support.models.checkpoints import SHIPPED, write_headers
 from tests.support.null_gpu.processes import ROOT
 from vllm_diffusion.checkpoints import shipped_checkpoint, shipped_draft
 
@@ -177,8 +177,8 @@ def features() -> Iterator[Case]:
 
 def _adapted(folder: Path) -> dict[str, Any]:
     """Return requests with an adapter of every module, experts too."""
-    from tests.support.adapters import CONDITIONING, DECODER, ENCODER, EXPERTS, adapt
-    from tests.support.oracle import Oracle
+    from tests.support.models.adapters import CONDITIONING, DECODER, ENCODER, EXPERTS, adapt
+    from tests.support.oracles.oracle import Oracle
 
     modules = f"{ENCODER}|{DECODER}|{CONDITIONING}"
     model = Oracle(SHIPPED).model

@@ -10,9 +10,9 @@ import pytest
 
 from tests.null_gpu import pass_kernels
 from tests.null_gpu.engine_cases import KINDS, WAYS
-from tests.support import baselines
-from tests.support.checkpoints import SHIPPED
+from tests.support.counters import baselines
 from tests.support.families.cases import CASES, checkpoint_of
+from tests.support.models.checkpoints import SHIPPED
 
 pytestmark = pytest.mark.engine
 

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from tests.support.checkpoints import SHIPPED
+from tests.support.models.checkpoints import SHIPPED
 from tests.support.null_gpu.processes import environment
 from vllm_diffusion.cli.server import VLLM_SERVE
 

@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from tests.support.checkpoints import SHIPPED
+from tests.support.engines.server import start_server, stop_server
+from tests.support.models.checkpoints import SHIPPED
 from tests.support.null_gpu.processes import ROOT, environment
-from tests.support.server import start_server, stop_server
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -13,8 +13,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.null_gpu.planted_faults import FAULTS
-from tests.support.checkpoints import SHIPPED
-from tests.support.generate import run_engine
+from tests.support.engines.generate import run_engine
+from tests.support.models.checkpoints import SHIPPED
 from tests.support.null_gpu.processes import NullGpu
 
 pytestmark = pytest.mark.engine

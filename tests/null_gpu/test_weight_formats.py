@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from tests.support.checkpoints import SHIPPED, changed
 from tests.support.families.cases import CASES
-from tests.support.integer_formats import LAYOUTS, integer_checkpoint
+from tests.support.models.checkpoints import SHIPPED, changed
+from tests.support.models.integer_formats import LAYOUTS, integer_checkpoint
 from tests.support.null_gpu.processes import NullGpu
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]

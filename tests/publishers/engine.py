@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.support.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine
 
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8}
 

@@ -14,7 +14,7 @@ import transformers.modeling_rope_utils
 from torch import Tensor
 
 from tests.publishers import checkout, modules_of, without_mask
-from tests.support.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine
 from tests.support.families.mineru_model import (
     IMAGE_ID,
     MinerU,

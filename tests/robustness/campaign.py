@@ -35,8 +35,8 @@ import torch
 
 from tests.robustness.client import Outcome, answers, send
 from tests.robustness.requests import CHAT, COMPLETIONS, KINDS, Request, Served, draw_request
-from tests.support.checkpoints import SHIPPED
-from tests.support.server import PARSERS, Server, start_server, stop_server
+from tests.support.engines.server import PARSERS, Server, start_server, stop_server
+from tests.support.models.checkpoints import SHIPPED
 
 ROUND = 250
 # Clients at a time: more than the server runs at once.

@@ -37,7 +37,7 @@ from rich.table import Table
 from tests.robustness.campaign import describe
 from tests.robustness.client import Outcome, answers, events, send
 from tests.robustness.requests import CHAT, COMPLETIONS, Request, Served, draw_request
-from tests.support.server import PARSERS, Server, start_server, stop_server
+from tests.support.engines.server import PARSERS, Server, start_server, stop_server
 from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.cli.main import build_parser
 

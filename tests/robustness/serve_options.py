@@ -145,7 +145,7 @@ def configure(options: str) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    from tests.support.checkpoints import SHIPPED
+    from tests.support.models.checkpoints import SHIPPED
 
     words = [str(SHIPPED), *shlex.split(BASE), *shlex.split(options)]
     arguments = serve_parser().parse_args(words)
@@ -184,7 +184,7 @@ def _answers(config: Any) -> tuple[tuple[int, ...], ...]:
     from vllm.sampling_params import StructuredOutputsParams
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from tests.support.prompts import random_prompt
+    from tests.support.models.prompts import random_prompt
 
     engine = LLMEngine.from_vllm_config(config)
     shared = random_prompt(70, 1)
@@ -299,7 +299,7 @@ def _prepare() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     import vllm_diffusion.families.diffusion_gemma.model  # noqa: F401
-    from tests.support.checkpoints import SHIPPED
+    from tests.support.models.checkpoints import SHIPPED
 
     EngineArgs(model=str(SHIPPED), max_model_len=512).create_engine_config()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.robustness.campaign import Tally, describe, run_round
-from tests.support.server import Server
+from tests.support.engines.server import Server
 
 # Of its clients some twenty leave early.
 SEED = 23

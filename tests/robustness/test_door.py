@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.robustness.requests import NUMBERS, NUMERIC_XARGS
-from tests.support.specs import diffusion_gemma_spec
+from tests.support.models.specs import diffusion_gemma_spec
 from vllm_diffusion.requests.arguments import parse_arguments
 
 pytestmark = pytest.mark.engine

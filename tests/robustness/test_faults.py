@@ -20,9 +20,9 @@ import httpx
 import psutil
 import pytest
 
-from tests.support import thread_faults
-from tests.support.checkpoints import SHIPPED
-from tests.support.server import MODEL, Server, start_server
+from tests.support.doubles import thread_faults
+from tests.support.engines.server import MODEL, Server, start_server
+from tests.support.models.checkpoints import SHIPPED
 
 pytestmark = pytest.mark.engine
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.robustness.campaign import send_alone
 from tests.robustness.requests import COMPLETIONS, Request
-from tests.support.server import MODEL, Server
+from tests.support.engines.server import MODEL, Server
 
 pytestmark = pytest.mark.engine
 

@@ -18,7 +18,7 @@ import networkx
 from rich.console import Console
 from rich.table import Table
 
-from tests.support.specs import diffusion_gemma_spec
+from tests.support.models.specs import diffusion_gemma_spec
 from vllm_diffusion.cli.main import build_parser
 from vllm_diffusion.hooks.upstream import read_symbols
 from vllm_diffusion.requests.arguments import argument_names

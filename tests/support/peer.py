@@ -27,7 +27,7 @@ from xml.etree import ElementTree
 
 from packaging.version import Version
 
-from tests.support.checkpoints import SHIPPED
+from tests.support.models.checkpoints import SHIPPED
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".pytest_cache" / "peer"

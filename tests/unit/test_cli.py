@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.fake_server import command
+from tests.support.doubles.fake_server import command
 from vllm_diffusion.checkpoints import DRAFT_FOLDERS, FOLDERS
 from vllm_diffusion.cli import checkpoint, server
 from vllm_diffusion.cli.main import main

@@ -13,8 +13,8 @@ from unittest import mock
 import psutil
 import pytest
 
-from tests.support.commands import status_of
-from tests.support.fake_server import command as fake_command
+from tests.support.doubles.fake_server import command as fake_command
+from tests.support.engines.commands import status_of
 from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.cli import checkpoint, serve_page, server
 from vllm_diffusion.cli.server import free_port

@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 
-from tests.support.commands import refusal_of
+from tests.support.engines.commands import refusal_of
 from vllm_diffusion.checkpoints import shipped_checkpoint, shipped_draft
 from vllm_diffusion.drafting.commands import contenders
 

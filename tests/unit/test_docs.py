@@ -11,7 +11,7 @@ import pytest
 
 from docs.tables import PAGES, TABLES, stale_pages
 from tests.robustness.serve_options import serve_parser
-from tests.support.specs import diffusion_gemma_spec
+from tests.support.models.specs import diffusion_gemma_spec
 from vllm_diffusion.cli import values
 from vllm_diffusion.cli.main import build_parser
 from vllm_diffusion.drafting.commands.drafts import presets

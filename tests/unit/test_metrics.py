@@ -12,7 +12,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from tests.support.vllm_configs import replan, vllm_config
+from tests.support.engines.vllm_configs import replan, vllm_config
 from vllm_diffusion import metrics
 from vllm_diffusion.checkpoints import shipped_checkpoint, shipped_draft
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec

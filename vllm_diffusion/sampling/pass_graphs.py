@@ -36,6 +36,7 @@ class PassGraphs:
     """Launches of a pass: :attr:`plain_step`, or :meth:`sample` and then :attr:`decide`.
 
     Attributes:
+        parts: The functions.
         plain_step: :meth:`PassParts.plain_step`; the others are likewise functions of that class.
         adjusted_rows: Of a pass with any adjustments.
         filtered_rows: Of rows with filters.
@@ -56,7 +57,7 @@ class PassGraphs:
         """
         self._pass_rows = pass_rows
         self._settings = settings
-        self._parts = parts
+        self.parts = parts
         self._max_logprobs = max_logprobs
         self.plain_step = GraphedFunction(parts.plain_step)
         self.adjusted_rows = GraphedFunction(parts.adjusted_rows)
@@ -88,18 +89,18 @@ class PassGraphs:
             Log-probabilities of each row's token; ``None`` if no request asks.
         """
         # A graph projects onto all ids, and for a next step.
-        adjusted_rows = self._parts.adjusted_rows if used.needs_less else self.adjusted_rows
+        adjusted_rows = self.parts.adjusted_rows if used.needs_less else self.adjusted_rows
         adjusted_rows(rows, used=used)
         # Graphs look at rows where they were captured.
         is_held = self._hidden is not None and len(rows) <= len(self._hidden)
-        filtered_rows = self.filtered_rows if is_held else self._parts.filtered_rows
+        filtered_rows = self.filtered_rows if is_held else self.parts.filtered_rows
         for index in self._canvases_of(used.filtered, is_held):
             filtered_rows(index, hidden=rows, used=used)
         if used.reported is None:
             return None
         if used.reports_pinned:
             # What is reported of a position is the token that the answer has there.
-            slots, argmax = self._pass_rows.slots, self._parts.statistics.of_slots.argmax
+            slots, argmax = self._pass_rows.slots, self.parts.statistics.of_slots.argmax
             torch.where(slots.pinned, slots.canvas, argmax, out=argmax)
         return self._report(rows, used, is_held)
 
@@ -156,7 +157,7 @@ class PassGraphs:
             reports.logprobs.fill_(IMPOSSIBLE)
             reports.selected_token_ranks.zero_()
         else:
-            reported_rows = self._parts.reported_rows
+            reported_rows = self.parts.reported_rows
             reports = no_logprobs(len(rows), num_columns, rows.device)
         for index in self._canvases_of(used.reported, is_held):
             reported_rows(index, hidden=rows, used=used, reports=reports)
@@ -187,4 +188,4 @@ class PassGraphs:
     @property
     def _length(self) -> int:
         """C, positions of a canvas."""
-        return self._parts.statistics.of_slots.argmax.shape[1]
+        return self.parts.statistics.of_slots.argmax.shape[1]

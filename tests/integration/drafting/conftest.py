@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import drafts
+from tests.support.models import drafts
 
 
 @pytest.fixture(scope="session")

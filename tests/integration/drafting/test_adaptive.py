@@ -8,8 +8,15 @@ from typing import Any
 
 import pytest
 
-from tests.support.draft_engine import PROMPTS, assert_greedy, draft_spec, generate, metric, serving
-from tests.support.engine import TracedEngine
+from tests.support.engines.draft_engine import (
+    PROMPTS,
+    assert_greedy,
+    draft_spec,
+    generate,
+    metric,
+    serving,
+)
+from tests.support.engines.engine import TracedEngine
 from vllm_diffusion.drafting.adaptive import Costs
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support import drafts
-from tests.support.draft_engine import (
+from tests.support.engines.draft_engine import (
     NUM_DRAFTS,
     PROMPTS,
     draft_spec,
@@ -20,8 +19,9 @@ from tests.support.draft_engine import (
     prompt_of,
     serving,
 )
-from tests.support.drafts import MASK
-from tests.support.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine
+from tests.support.models import drafts
+from tests.support.models.drafts import MASK
 from vllm_diffusion.drafting.reveal_block import (
     CONFIDENCE,
     likeliest,

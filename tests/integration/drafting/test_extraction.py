@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.support import drafts
-from tests.support.checkpoints import SHIPPED
-from tests.support.draft_engine import prompt_of, saved_target
+from tests.support.engines.draft_engine import prompt_of, saved_target
+from tests.support.models import drafts
+from tests.support.models.checkpoints import SHIPPED
 from vllm_diffusion.drafting.commands.train_draft import extract
 from vllm_diffusion.drafting.recording import read_recording
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
-from tests.support import drafts
-from tests.support.draft_engine import (
+from tests.support.engines.draft_engine import (
     PROMPTS,
     assert_greedy,
     draft_spec,
@@ -22,8 +21,9 @@ from tests.support.draft_engine import (
     prompt_of,
     serving,
 )
-from tests.support.drafts import TARGETS, WINDOW
-from tests.support.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine
+from tests.support.models import drafts
+from tests.support.models.drafts import TARGETS, WINDOW
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.draft_engine import metric
-from tests.support.engine import TracedEngine
+from tests.support.engines.draft_engine import metric
+from tests.support.engines.engine import TracedEngine
 from vllm_diffusion.checkpoints import DRAFT_FOLDERS, FOLDERS
 from vllm_diffusion.drafting import quantized
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.checkpoints import SHIPPED
-from tests.support.draft_engine import PROMPTS, draft_spec, generate, saved_target, serving
+from tests.support.engines.draft_engine import PROMPTS, draft_spec, generate, saved_target, serving
+from tests.support.models.checkpoints import SHIPPED
 from vllm_diffusion.drafting.recording import read_recording
 
 pytestmark = [pytest.mark.engine]

@@ -13,9 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support import drafts
-from tests.support.draft_engine import NUM_DRAFTS, PROMPTS, assert_greedy, generate, metric, serving
-from tests.support.engine import TracedEngine
+from tests.support.engines.draft_engine import (
+    NUM_DRAFTS,
+    PROMPTS,
+    assert_greedy,
+    generate,
+    metric,
+    serving,
+)
+from tests.support.engines.engine import TracedEngine
+from tests.support.models import drafts
 
 pytestmark = pytest.mark.engine
 

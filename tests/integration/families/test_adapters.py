@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 
-from tests.support.adapters import LINEAR, adapt, rename
-from tests.support.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine
+from tests.support.engines.generate import tokens_of_batch
 from tests.support.families import dream
 from tests.support.families import makers as tiny
 from tests.support.families.cases import CASES, Asked, Case, Wanted, expected
@@ -17,7 +17,7 @@ from tests.support.families.llada2_model import separate_experts
 from tests.support.families.makers import LLaDA
 from tests.support.families.model import prompt_of
 from tests.support.families.run import Run
-from tests.support.generate import tokens_of_batch
+from tests.support.models.adapters import LINEAR, adapt, rename
 
 pytestmark = pytest.mark.engine
 

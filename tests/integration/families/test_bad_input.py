@@ -15,15 +15,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.engines.loading import load, one_rank
+from tests.support.engines.refused import refusal, refusal_of_row, refused_rows
+from tests.support.engines.vllm_configs import configure
 from tests.support.families import makers as tiny
 from tests.support.families.cases import CASES
 from tests.support.families.llada2_model import DELETE_ID, SPLIT_ID, llada2, llada2_2
 from tests.support.families.mineru_model import mineru
 from tests.support.families.model import TinyModel
-from tests.support.loading import load, one_rank
-from tests.support.refused import refusal, refusal_of_row, refused_rows
-from tests.support.specs import masked_spec
-from tests.support.vllm_configs import configure
+from tests.support.models.specs import masked_spec
 from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.levenshtein import Levenshtein
@@ -312,7 +312,7 @@ def test_arguments_of_a_request(field: str, value: Any, spec: CanvasSpec) -> Non
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    from tests.support.admission import checked
+    from tests.support.engines.admission import checked
 
     given = {"extra_args": {field: value}} if field.startswith("diffusion") else {field: value}
     with pytest.raises(VLLMValidationError, match=field) as raised:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine
 from tests.support.families.cases import CASES, Wanted, expected
 from tests.support.families.model import prompt_of
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine
 from tests.support.families import dream, run
 from tests.support.families import makers as tiny
 from tests.support.families.model import MASK_ID, TinyModel, prompt_of

@@ -19,15 +19,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine
+from tests.support.engines.generate import tokens_of_batch
 from tests.support.families import nemotron
 from tests.support.families import run as loops
 from tests.support.families.makers import Nemotron
 from tests.support.families.makers import nemotron as tiny_nemotron
 from tests.support.families.model import MASK_ID, prompt_of
 from tests.support.families.run import Run
-from tests.support.frames import EVERY_FIELD, Watched
-from tests.support.generate import tokens_of_batch
+from tests.support.oracles.frames import EVERY_FIELD, Watched
 from vllm_diffusion.metrics import request_metrics
 
 pytestmark = pytest.mark.engine

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine
 from tests.support.families import makers as tiny
 from tests.support.families.cases import CASES, Case, Wanted, expected, mdlm_case
 from tests.support.families.model import prompt_of

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine
 from tests.support.families import run
 from tests.support.families.cases import Wanted
 from tests.support.families.mineru import generate

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine
+from tests.support.engines.generate import tokens_of_batch
 from tests.support.families.cases import CASES, STRATEGIES, Wanted, expected
 from tests.support.families.model import MASK_ID, TinyModel, prompt_of
 from tests.support.families.run import Run, block_causal, suppress
-from tests.support.frames import EVERY_FIELD, Watched, steps_of_trace, steps_that_decided
-from tests.support.generate import tokens_of_batch
+from tests.support.oracles.frames import EVERY_FIELD, Watched, steps_of_trace, steps_that_decided
 from vllm_diffusion.decoding.layouts import GrowingSequence
 from vllm_diffusion.metrics import request_metrics
 

@@ -13,13 +13,13 @@ from compressed_tensors.quantization import apply_quantization_config
 from safetensors.torch import load_file, save_file
 from vllm.lora.request import LoRARequest
 
-from tests.support.adapters import adapt
-from tests.support.engine import StepRecord, TracedEngine
+from tests.support.engines.engine import StepRecord, TracedEngine
 from tests.support.families.cases import CASES, Wanted
 from tests.support.families.llada2_model import separate_experts
 from tests.support.families.model import MASK_ID, VOCAB_SIZE, TinyModel, prompt_of
 from tests.support.families.run import block_causal, causal_then_block
-from tests.support.quantized import example, settings_of, written
+from tests.support.models.adapters import adapt
+from tests.support.models.quantized import example, settings_of, written
 
 pytestmark = pytest.mark.engine
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine
 from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.metrics import request_metrics
 

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from tests.integration.families.test_mdlm import assert_loops
-from tests.support.adapters import write_adapter
-from tests.support.checkpoints import SHIPPED, changed
-from tests.support.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine
+from tests.support.engines.refused import refusal
+from tests.support.engines.vllm_configs import configure
 from tests.support.families import makers as tiny
 from tests.support.families.cases import CASES, Wanted
 from tests.support.families.llada2_model import llada2
 from tests.support.families.model import MASK_ID, TinyModel
-from tests.support.refused import refusal
-from tests.support.vllm_configs import configure
+from tests.support.models.adapters import write_adapter
+from tests.support.models.checkpoints import SHIPPED, changed
 
 pytestmark = pytest.mark.engine
 

@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from tests.support.checkpoints import SHIPPED, random_checkpoint
-from tests.support.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine
+from tests.support.engines.generate import tokens_of_batch
+from tests.support.engines.vllm_configs import configure
 from tests.support.families.model import prompt_of
-from tests.support.gemma4 import encoder_as_gemma4, greedy_tokens, logits_of
-from tests.support.generate import tokens_of_batch
-from tests.support.oracle import Oracle
-from tests.support.vllm_configs import configure
+from tests.support.models.checkpoints import SHIPPED, random_checkpoint
+from tests.support.oracles.gemma4 import encoder_as_gemma4, greedy_tokens, logits_of
+from tests.support.oracles.oracle import Oracle
 from vllm_diffusion.metrics import request_metrics
 
 pytestmark = pytest.mark.engine

@@ -15,12 +15,12 @@ from torch import Tensor
 from vllm.lora.request import LoRARequest
 
 from tests.integration.test_images import picture
-from tests.support.adapters import DECODER, ENCODER, EXPERTS, adapt
-from tests.support.checkpoints import random_checkpoint
-from tests.support.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine
 from tests.support.families.model import prompt_of
-from tests.support.oracle import Oracle
-from tests.support.quantized import QuantizedOracle, quantized_checkpoint
+from tests.support.models.adapters import DECODER, ENCODER, EXPERTS, adapt
+from tests.support.models.checkpoints import random_checkpoint
+from tests.support.models.quantized import QuantizedOracle, quantized_checkpoint
+from tests.support.oracles.oracle import Oracle
 
 pytestmark = pytest.mark.engine
 

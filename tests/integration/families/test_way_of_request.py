@@ -10,11 +10,11 @@ import pytest
 
 from tests.integration.families import test_linear_spec as nemotron
 from tests.integration.families.test_two_ways import OPTIONS, params, tokens_of
-from tests.support.checkpoints import random_checkpoint
-from tests.support.engine import TracedEngine
+from tests.support.counters.row_counts import RowCounter, RowCounts
+from tests.support.engines.engine import TracedEngine
 from tests.support.families.model import prompt_of
-from tests.support.gemma4 import encoder_as_gemma4, greedy_tokens, logits_of
-from tests.support.row_counts import RowCounter, RowCounts
+from tests.support.models.checkpoints import random_checkpoint
+from tests.support.oracles.gemma4 import encoder_as_gemma4, greedy_tokens, logits_of
 from vllm_diffusion.metrics import request_metrics
 
 pytestmark = pytest.mark.engine

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from tests.integration.families.test_parity import OPTIONS, Family
-from tests.support.checkpoints import SHIPPED, copy_checkpoint
-from tests.support.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine
 from tests.support.families.cases import CASES, Wanted, expected
 from tests.support.families.model import prompt_of
-from tests.support.quantized import quantized_checkpoint
+from tests.support.models.checkpoints import SHIPPED, copy_checkpoint
+from tests.support.models.quantized import quantized_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

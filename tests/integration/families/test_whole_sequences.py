@@ -11,12 +11,12 @@ import pytest
 import torch
 from vllm.exceptions import VLLMValidationError
 
-from tests.support.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine
+from tests.support.engines.vllm_configs import configure
 from tests.support.families import llada, run
 from tests.support.families import makers as tiny
 from tests.support.families.cases import CASES, Wanted, expected
 from tests.support.families.model import END_IDS, MASK_ID, prompt_of
-from tests.support.vllm_configs import configure
 
 pytestmark = pytest.mark.engine
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.checkpoints import random_checkpoint
 from tests.support.families import (
     bd3lm,
     dream_reasoner,
@@ -31,6 +30,7 @@ from tests.support.families.llada2_model import llada2_2 as tiny_llada2_2
 from tests.support.families.mineru_model import mineru as tiny_mineru
 from tests.support.families.model import MASK_ID, TinyModel
 from tests.support.families.run import Run
+from tests.support.models.checkpoints import random_checkpoint
 
 STRATEGIES = {
     "dynamic": "low_confidence_dynamic",

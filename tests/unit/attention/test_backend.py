@@ -18,7 +18,7 @@ from attention_kernels.canvas_attention import (
     Sequences,
     canvas_attention,
 )
-from tests.support.vllm_configs import replan, vllm_config
+from tests.support.engines.vllm_configs import replan, vllm_config
 from vllm_diffusion.attention.backend import CanvasAttentionBackend, CanvasAttentionImpl
 from vllm_diffusion.attention.cache_writes import (
     reshape_and_cache_flash,

@@ -8,7 +8,7 @@ import sys
 import pytest
 import records
 
-from tests.support import baselines
+from tests.support.counters import baselines
 
 pytest.importorskip("vllm")
 

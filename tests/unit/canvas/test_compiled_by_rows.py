@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.specs import diffusion_gemma_spec
+from tests.support.models.specs import diffusion_gemma_spec
 from vllm_diffusion.canvas.cuda_graphs import compiled_by_rows
 from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.graphs import emulated_capture
-from tests.support.vllm_configs import vllm_config
+from tests.support.doubles.graphs import emulated_capture
+from tests.support.engines.vllm_configs import vllm_config
 from vllm_diffusion.canvas.cuda_graphs import GraphedFunction
 from vllm_diffusion.startup.capture_sizes import (
     MAX_CANVASES,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.specs import diffusion_gemma_spec, masked_spec
+from tests.support.models.specs import diffusion_gemma_spec, masked_spec
 from tests.unit.canvas.test_step import idle_pass
 from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest
 from vllm_diffusion.canvas.step import CanvasStep, StepOutput

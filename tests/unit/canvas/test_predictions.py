@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.support.specs import diffusion_gemma_spec
+from tests.support.models.specs import diffusion_gemma_spec
 from vllm_diffusion.canvas.predictions import (
     LEAST_RUN,
     LONGEST_RUN,

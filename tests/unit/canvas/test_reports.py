@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.kernel_checks import Operations
+from tests.support.oracles.kernel_checks import Operations
 from vllm_diffusion.canvas.messages import CanvasView, ReportedFrame, RequestReport, pack
 from vllm_diffusion.canvas.slots import SlotFeatures
 from vllm_diffusion.canvas.step import StepOutput

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attention_kernels.noise import Purpose, uniform_tokens
-from tests.support.specs import diffusion_gemma_spec, masked_spec
+from tests.support.models.specs import diffusion_gemma_spec, masked_spec
 from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest, Phase
 from vllm_diffusion.canvas.step import CanvasStep, SlotPass
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.support.ranks import ThreadRanks
+from tests.support.engines.ranks import ThreadRanks
 from vllm_diffusion.cpu.communicator import OrderedCpuCommunicator
 from vllm_diffusion.cpu.cpu_worker import discard
 

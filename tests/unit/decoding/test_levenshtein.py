@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.support.families import llada2, run
 from tests.support.families.model import scripted
-from tests.support.specs import step_inputs
+from tests.support.models.specs import step_inputs
 from vllm_diffusion.decoding.levenshtein import Levenshtein
 from vllm_diffusion.decoding.reveal import DYNAMIC, STRATEGIES
 from vllm_diffusion.decoding.rule import StepDecision, StepInputs

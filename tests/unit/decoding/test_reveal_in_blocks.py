@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.specs import step_inputs
+from tests.support.models.specs import step_inputs
 from vllm_diffusion.decoding.reveal_in_blocks import RevealInBlocks
 
 MASK = 4

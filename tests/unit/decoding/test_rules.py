@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.families import bd3lm
-from tests.support.specs import step_inputs
+from tests.support.models.specs import step_inputs
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
 from vllm_diffusion.decoding.reveal import (
     DYNAMIC,

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.stock import run_in_stock
-from tests.support.vllm_configs import vllm_config
+from tests.support.engines.stock import run_in_stock
+from tests.support.engines.vllm_configs import vllm_config
 from vllm_diffusion.checkpoints import shipped_checkpoint, shipped_draft
 from vllm_diffusion.cpu.platform import check_cache
 from vllm_diffusion.drafting.cpu_kernels.cpu_check import check_drafts

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.support.device_waits import DeviceWaits
+from tests.support.counters.device_waits import DeviceWaits
 from vllm_diffusion.drafting.reveal_block import CONFIDENCE, ORDERS, SCHEDULES, unmask_counts
 
 pytestmark = pytest.mark.engine

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
-from tests.support.drafts import greedy_tokens
+from tests.support.models.drafts import greedy_tokens
 from vllm_diffusion.drafting.reference import (
     ReferenceDraft,
     draft_config,

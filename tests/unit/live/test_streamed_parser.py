@@ -18,9 +18,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from tests.end_to_end.test_masked_tools import say_thoughts
-from tests.support.checkpoints import SHIPPED
-from tests.support.tool_schemas import tool, tool_request
-from tests.support.vllm_configs import vllm_config
+from tests.support.engines.vllm_configs import vllm_config
+from tests.support.models.checkpoints import SHIPPED
+from tests.support.models.tool_schemas import tool, tool_request
 from vllm_diffusion import plugin
 from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.live.streamed_parser import following_whole_answers

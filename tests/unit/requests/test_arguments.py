@@ -12,8 +12,8 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from tests.support.admission import checked
-from tests.support.specs import SETTINGS, diffusion_gemma_spec, masked_spec
+from tests.support.engines.admission import checked
+from tests.support.models.specs import SETTINGS, diffusion_gemma_spec, masked_spec
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
 from vllm_diffusion.decoding.rule import MAX_STEPS
 from vllm_diffusion.requests.arguments import (

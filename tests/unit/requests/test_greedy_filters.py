@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.admission import checked
-from tests.support.specs import masked_spec
+from tests.support.engines.admission import checked
+from tests.support.models.specs import masked_spec
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.layouts import ShiftedSequence
 from vllm_diffusion.decoding.timed_reveal import TimedReveal

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.specs import diffusion_gemma_spec
-from tests.support.vllm_configs import replan, vllm_config
+from tests.support.engines.vllm_configs import replan, vllm_config
+from tests.support.models.specs import diffusion_gemma_spec
 
 pytestmark = pytest.mark.engine
 
@@ -27,7 +27,7 @@ def test_fields_of_no_protocol(fields: dict[str, Any], message: str) -> None:
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    from tests.support.admission import validate
+    from tests.support.engines.admission import validate
     from vllm_diffusion.requests import validation
 
     validation.install()
@@ -42,7 +42,7 @@ def test_transfer_params_that_are_no_mapping(field: str, value: Any) -> None:
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    from tests.support.admission import validate
+    from tests.support.engines.admission import validate
     from vllm_diffusion.requests import validation
 
     validation.install()
@@ -69,7 +69,7 @@ def test_logprobs_that_no_memory_holds(logprobs: int, num_slots: int, most: int)
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    from tests.support.admission import validate
+    from tests.support.engines.admission import validate
     from vllm_diffusion.requests import validation
 
     validation.install()
@@ -89,7 +89,7 @@ def test_tokens_that_only_the_tokenizer_has(autoregressive: bool) -> None:
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    from tests.support.admission import Processor
+    from tests.support.engines.admission import Processor
     from vllm_diffusion.requests import validation
 
     validation.install()
@@ -116,7 +116,7 @@ def test_texts_of_tokens_that_only_the_tokenizer_has(name: str, field: str) -> N
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    from tests.support.admission import Processor
+    from tests.support.engines.admission import Processor
     from vllm_diffusion.requests import validation
 
     validation.install()
@@ -138,7 +138,7 @@ def test_pictures_of_a_refused_request_are_sent_again() -> None:
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    from tests.support.admission import Processor
+    from tests.support.engines.admission import Processor
     from vllm_diffusion.requests import validation
 
     validation.install()
@@ -170,7 +170,7 @@ def test_min_tokens_of_a_read_only_request(
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    from tests.support.admission import checked
+    from tests.support.engines.admission import checked
 
     params = SamplingParams(max_tokens=max_tokens, extra_args={"diffusion_read_only": True})
     params.min_tokens = min_tokens

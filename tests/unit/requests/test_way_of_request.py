@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.vllm_configs import configure, vllm_config
+from tests.support.engines.vllm_configs import configure, vllm_config
 from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.requests.arguments import arguments_of
 
@@ -20,7 +20,7 @@ def checked(way: str | None, server: dict[str, Any] | None = None, **fields: Any
     """Return checked parameters of a request to a server that offers all ways."""
     from vllm import SamplingParams
 
-    from tests.support.admission import validate
+    from tests.support.engines.admission import validate
     from vllm_diffusion.requests import validation
 
     validation.install()

@@ -14,8 +14,8 @@ from attention_kernels.vocab_statistics import (
     RowLogits,
     ordered_keys,
 )
-from tests.support.heads import identity_head, on_shards, output_head
-from tests.support.row_settings import row_draws
+from tests.support.models.heads import identity_head, on_shards, output_head
+from tests.support.models.row_settings import row_draws
 from vllm_diffusion.decoding.statistics import PositionStatistics
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters, thresholds
 from vllm_diffusion.sampling.output_head import OutputHead

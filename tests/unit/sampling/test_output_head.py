@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from tests.support.heads import on_shards, output_head
+from tests.support.models.heads import on_shards, output_head
 from vllm_diffusion.sampling.output_head import OutputHead, head_of
 
 

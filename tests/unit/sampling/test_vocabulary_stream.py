@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from vllm.v1.outputs import LogprobsTensors
 
 from attention_kernels.vocab_statistics import RowDraws, reference
-from tests.support.heads import identity_head, on_shards, output_head
-from tests.support.kernel_checks import TensorMemory
-from tests.support.row_settings import (
+from tests.support.models.heads import identity_head, on_shards, output_head
+from tests.support.models.row_settings import (
     Case,
     all_filters,
     bind,
@@ -28,6 +27,7 @@ from tests.support.row_settings import (
     sampling_params,
     top_logprobs,
 )
+from tests.support.oracles.kernel_checks import TensorMemory
 from vllm_diffusion.canvas.pass_rows import rows_of
 from vllm_diffusion.canvas.slots import SlotFeatures
 from vllm_diffusion.decoding.statistics import PositionStatistics

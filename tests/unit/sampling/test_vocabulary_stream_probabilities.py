@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from attention_kernels.testing import make_adjustments
 from attention_kernels.testing import make_draws as random_draws
 from attention_kernels.vocab_statistics import api, reference, triton
-from tests.support.heads import identity_head, on_shards, output_head
-from tests.support.row_settings import filtered_probs, logits_of, row_draws, top_logprobs
+from tests.support.models.heads import identity_head, on_shards, output_head
+from tests.support.models.row_settings import filtered_probs, logits_of, row_draws, top_logprobs
 from vllm_diffusion.canvas.pass_rows import rows_of
 from vllm_diffusion.decoding.statistics import PositionStatistics
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters, draw_filtered

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.vllm_configs import vllm_config
+from tests.support.engines.vllm_configs import vllm_config
 from vllm_diffusion.scheduling.seeds import source_of_seeds
 
 

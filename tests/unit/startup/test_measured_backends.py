@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.vllm_configs import configure
+from tests.support.engines.vllm_configs import configure
 from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.startup import engine_config, measured_backends
 from vllm_diffusion.startup.measured_backends import MeasuredBackend, choose_backends, format_of

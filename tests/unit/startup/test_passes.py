@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.specs import diffusion_gemma_spec, masked_spec
+from tests.support.models.specs import diffusion_gemma_spec, masked_spec
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.layouts import VerifiedDraft, WholeSequence
 from vllm_diffusion.decoding.levenshtein import Levenshtein

@@ -18,8 +18,8 @@ import vllm.platforms
 import vllm.transformers_utils.config
 from vllm.platforms.interface import DeviceCapability
 
-from tests.support.checkpoints import write_headers
-from tests.support.vllm_configs import vllm_config
+from tests.support.engines.vllm_configs import vllm_config
+from tests.support.models.checkpoints import write_headers
 from vllm_diffusion.weights.machine_fit import check_capability, check_room, weight_bytes
 
 pytestmark = pytest.mark.engine

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.support.checkpoints import SHIPPED, changed
-from tests.support.loading import load, load_in_stock, one_rank
-from tests.support.quantized import quantized_checkpoint
+from tests.support.engines.loading import load, load_in_stock, one_rank
+from tests.support.models.checkpoints import SHIPPED, changed
+from tests.support.models.quantized import quantized_checkpoint
 from vllm_diffusion.families.diffusion_gemma.model import TwoScalarLayer
 
 pytestmark = pytest.mark.engine

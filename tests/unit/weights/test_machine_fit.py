@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.support.checkpoints import SHIPPED
-from tests.support.integer_formats import LAYOUTS, integer_checkpoint, quantization_config
-from tests.support.vllm_configs import configure
+from tests.support.engines.vllm_configs import configure
+from tests.support.models.checkpoints import SHIPPED
+from tests.support.models.integer_formats import LAYOUTS, integer_checkpoint, quantization_config
 from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaTensors
 from vllm_diffusion.weights.formats import read_format
 from vllm_diffusion.weights.machine_fit import check_emulation, check_platform

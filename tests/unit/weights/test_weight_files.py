@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.vllm_configs import vllm_config
+from tests.support.engines.vllm_configs import vllm_config
 from vllm_diffusion.weights.adapters.checking_manager import Adaptable
 from vllm_diffusion.weights.weight_files import (
     INDEX,

@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.support import drafts
-from tests.support.commands import status_of
+from tests.support.engines.commands import status_of
+from tests.support.models import drafts
 from vllm_diffusion.drafting.calibration import calibrate
 from vllm_diffusion.drafting.calibration.samples import sample_name
 from vllm_diffusion.drafting.commands import train_draft

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen3ForCausalLM
 
-from tests.support.drafts import features, target_model
+from tests.support.models.drafts import features, target_model
 from vllm_diffusion.checkpoints import shipped_checkpoint, shipped_draft
 from vllm_diffusion.drafting.accepted import Verifications
 from vllm_diffusion.drafting.calibration.extract import _choose

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import fake_server
-from tests.support.commands import status_of
+from tests.support.doubles import fake_server
+from tests.support.engines.commands import status_of
 from vllm_diffusion.cli import checkpoint, server
 from vllm_diffusion.drafting.commands import contenders, draft_runs
 from vllm_diffusion.drafting.recording import read_recording

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from tests.support.commands import status_of
+from tests.support.engines.commands import status_of
 from vllm_diffusion.cli.client import ServerError
 from vllm_diffusion.drafting.commands import recalibrate
 from vllm_diffusion.drafting.commands.recalibrate import IdleWork, IdleWorkError

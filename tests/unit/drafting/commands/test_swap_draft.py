@@ -8,7 +8,7 @@ from unittest import mock
 import httpx
 import pytest
 
-from tests.support.commands import status_of
+from tests.support.engines.commands import status_of
 from vllm_diffusion.drafting.commands import swap_draft
 
 COMMAND = ("swap-draft", "--url", "http://a/", "--api-key", "k")

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from tests.support.vllm_configs import vllm_config
+from tests.support.engines.vllm_configs import vllm_config
 from vllm_diffusion.checkpoints import shipped_checkpoint, shipped_draft
 from vllm_diffusion.drafting.swap import endpoint
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from tests.support.checkpoints import SHIPPED
+from tests.support.models.checkpoints import SHIPPED
 from vllm_diffusion.families.diffusion_gemma.startup import check_config_numbers
 
 TEXT_SIZES = (

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.support.kernel_checks import TensorMemory
+from tests.support.oracles.kernel_checks import TensorMemory
 from vllm_diffusion.families.diffusion_gemma.model import DiffusionGemmaForBlockDiffusion
 
 pytestmark = pytest.mark.engine

@@ -12,9 +12,9 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 from vllm.config import MultiModalConfig
 
-from tests.support.checkpoints import SHIPPED
-from tests.support.page_stub import engine_client
-from tests.support.specs import diffusion_gemma_spec, masked_spec
+from tests.support.doubles.page_stub import engine_client
+from tests.support.models.checkpoints import SHIPPED
+from tests.support.models.specs import diffusion_gemma_spec, masked_spec
 from vllm_diffusion.checkpoints import TASKS
 from vllm_diffusion.live.page.plugin import MODEL_PATH, LiveCanvasPage, end_tokens_of
 from vllm_diffusion.requests.arguments import argument_names, parse_arguments

@@ -21,8 +21,8 @@ from vllm.config import StructuredOutputsConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.support.checkpoints import SHIPPED
-from tests.support.tool_schemas import PARAMETERS, gemma_parser, tool, tool_request
+from tests.support.models.checkpoints import SHIPPED
+from tests.support.models.tool_schemas import PARAMETERS, gemma_parser, tool, tool_request
 from vllm_diffusion import plugin
 from vllm_diffusion.requests.constraint import read_constraint
 from vllm_diffusion.requests.guidance import guidance_grammar

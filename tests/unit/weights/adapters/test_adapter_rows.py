@@ -13,7 +13,7 @@ from vllm.config import LoRAConfig
 from vllm.lora.layers import LoRAMapping
 from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
 
-from tests.support.device_waits import DeviceWaits
+from tests.support.counters.device_waits import DeviceWaits
 from vllm_diffusion.weights.adapters.adapter_rows import write_slots
 
 pytestmark = pytest.mark.engine

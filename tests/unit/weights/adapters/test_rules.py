@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from tests.support.adapters import (
+from tests.support.engines.stock import run_in_stock
+from tests.support.models.adapters import (
     CONDITIONING,
     DECODER,
     ENCODER,
@@ -25,8 +26,7 @@ from tests.support.adapters import (
     put_into_hub_cache,
     write_adapter,
 )
-from tests.support.checkpoints import SHIPPED
-from tests.support.stock import run_in_stock
+from tests.support.models.checkpoints import SHIPPED
 from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaTensors
 from vllm_diffusion.weights.adapters.rules import (

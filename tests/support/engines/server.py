@@ -17,7 +17,7 @@ import httpx
 import openai
 import psutil
 
-from tests.support.checkpoints import SHIPPED
+from tests.support.models.checkpoints import SHIPPED
 from vllm_diffusion.cli.client import read_metrics, totals
 from vllm_diffusion.cli.server import VLLM_SERVE, free_port
 

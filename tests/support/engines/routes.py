@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from tests.support.server import Server
+from tests.support.engines.server import Server
 
 _PATH = "/routes-of-this-server"
 MIDDLEWARE = ("--middleware", f"{__name__}.ListRoutes")

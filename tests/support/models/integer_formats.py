@@ -18,8 +18,8 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tests.support.checkpoints import copy_all_but_weights
-from tests.support.quantized import settings_of, written
+from tests.support.models.checkpoints import copy_all_but_weights
+from tests.support.models.quantized import settings_of, written
 
 GROUP_SIZE = 32
 # compressed-tensors' presets, and the layout that each is stored in.

@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-PATH = Path(__file__).resolve().parents[1] / "baselines.json"
+PATH = Path(__file__).resolve().parents[2] / "baselines.json"
 Counts = Mapping[str, Mapping[str, float]]
 
 

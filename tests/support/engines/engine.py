@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.vocab_statistics import RowLogits
-from tests.support.generate import run_batches, small_engine
+from tests.support.engines.generate import run_batches, small_engine
 from vllm_diffusion.canvas.slots import Phase
 
 
@@ -143,7 +143,7 @@ class TracedEngine:
 
 
 def run_here(job: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """Run the ``batches`` of :func:`tests.support.generate.run_engine` in this process."""
+    """Run the ``batches`` of :func:`tests.support.engines.generate.run_engine` in this process."""
     options = dict(job["engine"])
     engine = TracedEngine(options.pop("model"), **options)
     try:

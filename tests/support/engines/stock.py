@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.support.generate import small_engine
+from tests.support.engines.generate import small_engine
 
 
 def run_in_stock(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -29,7 +29,7 @@ def run_in_stock(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.json"
         done = subprocess.run(
-            [sys.executable, "-m", "tests.support.stock", str(results)],
+            [sys.executable, "-m", "tests.support.engines.stock", str(results)],
             # Stock's sampler is compiled where it can be, for half a minute.
             env={**os.environ, "VLLM_PLUGINS": "vllm_diffusion_cpu", "TORCHDYNAMO_DISABLE": "1"},
             input=json.dumps(jobs),

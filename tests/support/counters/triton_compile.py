@@ -140,7 +140,7 @@ def compile_for(
 def run_uninterpreted(path: str, *arguments: str) -> list[Any]:
     """Run a test's file as a program without Triton's interpreter, and return its lines of JSON."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    environment["PYTHONPATH"] = str(Path(__file__).parents[3])
     command = [sys.executable, path, *arguments]
     result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return [json.loads(line) for line in result.stdout.splitlines()]

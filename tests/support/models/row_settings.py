@@ -10,7 +10,7 @@ import torch
 from vllm.v1.outputs import LogprobsTensors
 
 from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws, RowLogits
-from tests.support.heads import output_head
+from tests.support.models.heads import output_head
 from vllm_diffusion.canvas.pass_rows import rows_of
 from vllm_diffusion.decoding.statistics import PositionStatistics
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters, draw_filtered

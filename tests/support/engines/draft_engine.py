@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support import drafts
-from tests.support.drafts import VOCAB
-from tests.support.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine
+from tests.support.models import drafts
+from tests.support.models.drafts import VOCAB
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "checkpoints"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples" / "checkpoints"))
 
 from untrained_eagle3 import untrained_eagle3
 

@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from vllm.config import MultiModalConfig
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
-from tests.support.specs import diffusion_gemma_spec
+from tests.support.models.specs import diffusion_gemma_spec
 from vllm_diffusion.decoding.ways import by_request
 from vllm_diffusion.live.page.plugin import LiveCanvasPage
 from vllm_diffusion.startup.plan import DiffusionPlan

@@ -67,7 +67,7 @@ class RowCounter:
             _call_before(owner, name, before)
         if hasattr(self._scheduler, "_counters"):
             _call_before(self._scheduler._counters, "observe", self._count_part)
-            statistics = self._runner.sampler.graphs._statistics
+            statistics = self._runner.sampler.graphs.parts.statistics
             _call_before(statistics, "_store_soft_embeds", self._count_embedded)
 
     def _count_scheduled(self, scheduler_output: Any, model_runner_output: Any) -> None:

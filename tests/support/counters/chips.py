@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.triton_compile import SHARED_MEMORY
+from tests.support.counters.triton_compile import SHARED_MEMORY
 
 # What people serve on; the others are slow tests.
 _OFTEN = ("sm_90",)

@@ -72,7 +72,7 @@ def resolved(folder: str) -> dict[str, Any]:
 def _refusal(params: Any, config: Any) -> str | None:
     from vllm.sampling_params import StructuredOutputsParams
 
-    from tests.support.admission import validate
+    from tests.support.engines.admission import validate
 
     if isinstance(params.structured_outputs, dict):
         params.structured_outputs = StructuredOutputsParams(**params.structured_outputs)

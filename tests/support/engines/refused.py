@@ -9,7 +9,7 @@ from typing import Any
 import pydantic
 import pytest
 
-from tests.support.vllm_configs import configure
+from tests.support.engines.vllm_configs import configure
 
 
 def refused_rows(test: str) -> list[Any]:

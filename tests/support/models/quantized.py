@@ -24,10 +24,10 @@ from compressed_tensors.quantization import (
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.support.checkpoints import SHIPPED, copy_all_but_weights
-from tests.support.oracle import Oracle
+from tests.support.models.checkpoints import SHIPPED, copy_all_but_weights
+from tests.support.oracles.oracle import Oracle
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 
 @cache

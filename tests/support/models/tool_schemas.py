@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-from tests.support.vllm_configs import vllm_config
+from tests.support.engines.vllm_configs import vllm_config
 from vllm_diffusion.checkpoints import shipped_checkpoint
 
 NAMES = st.text("abcdefgh_ÜÉ€09-", min_size=1, max_size=5)

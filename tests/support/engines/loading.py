@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.support.vllm_configs import configure
+from tests.support.engines.vllm_configs import configure
 
 
 @contextmanager
@@ -68,7 +68,7 @@ def load_in_stock(*folders: Path) -> list[str | list[str]]:
         For each what its loading raised, or the parameters that differ from the first one's.
     """
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.loading", *map(str, folders)],
+        [sys.executable, "-m", "tests.support.engines.loading", *map(str, folders)],
         env={**os.environ, "VLLM_PLUGINS": "vllm_diffusion_cpu"},
         capture_output=True,
         text=True,

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from tests.support.server import Server, start_server
+from tests.support.engines.server import Server, start_server
 
 _STEPS = {"vllm_xargs": {"diffusion_max_steps": 6}}
 _MESSAGES = [{"role": "user", "content": "What is 7+8?"}]

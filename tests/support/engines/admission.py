@@ -60,7 +60,7 @@ def checked(params: Any, spec: Any, checkpoint: Any = None) -> None:
     Raises:
         ValueError: If the request is refused.
     """
-    from tests.support.vllm_configs import replan, vllm_config
+    from tests.support.engines.vllm_configs import replan, vllm_config
     from vllm_diffusion.requests import validation
 
     validation.install()

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import torch
 
-from tests.support.server import MODEL, Server, start_server, stop_server
+from tests.support.engines.server import MODEL, Server, start_server, stop_server
 from vllm_diffusion.checkpoints import shipped_checkpoint, shipped_draft
 from vllm_diffusion.drafting.reference import ReferenceDraft, load_draft, save_draft
 

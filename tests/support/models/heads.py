@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.ranks import ThreadRanks
+from tests.support.engines.ranks import ThreadRanks
 from vllm_diffusion.sampling.output_head import OutputHead
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from tests.support.server import MODEL, Server
+from tests.support.engines.server import MODEL, Server
 
 
 class OrderedStream:

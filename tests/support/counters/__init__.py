@@ -1,0 +1,1 @@
+"""Counts that must not grow, and what compiled kernels need."""

@@ -1,0 +1,1 @@
+"""Stand-ins for a server, a page, a GPU's graphs and copies."""

@@ -1,0 +1,1 @@
+"""Tiny checkpoints, adapters and drafts, and parts of models without an engine."""

@@ -1,0 +1,1 @@
+"""What answers are compared with: definitions and other implementations."""
