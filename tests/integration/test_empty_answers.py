@@ -18,21 +18,25 @@ NUM_TOKENS = 6
 
 @pytest.fixture(
     scope="module",
-    params=[("diffusion_gemma", True), ("sdar", True), ("diffusion_gemma", False)],
+    params=[
+        ("diffusion_gemma", {"never_empty": True}),
+        ("sdar", {"never_empty": True}),
+        ("diffusion_gemma", {}),
+    ],
     ids=["canvases", "blocks", "canvases, without the setting"],
 )
 def served(request: pytest.FixtureRequest, order: str) -> Iterator[tuple[TracedEngine, bool]]:
     """Yield an engine, and whether its answers may not be empty."""
-    family, never_empty = request.param
+    family, settings = request.param
     with TracedEngine(
         shipped_checkpoint(*[family] if family != "diffusion_gemma" else []),
-        additional_config={"diffusion": {"never_empty": never_empty}},
+        additional_config={"diffusion": settings},
         async_scheduling=order == "asynchronous",
         # The masked checkpoint's tokenizer has these marks too.
         reasoning_parser="gemma4",
         max_model_len=128,
     ) as engine:
-        yield engine, never_empty
+        yield engine, "never_empty" in settings
 
 
 def ends_of(engine: TracedEngine) -> list[int]:
@@ -105,3 +109,16 @@ def test_what_a_request_prescribes(served: tuple[TracedEngine, bool]) -> None:
     assert answer(engine, allowed_token_ids=ends)[0] in ends
     read = {"diffusion_read_only": True, "diffusion_max_steps": 1}
     assert answer(engine, **eager(engine, extra_args=read))[0] in ends
+
+
+def test_verified_drafts(order: str) -> None:
+    """A verified draft begins with no end token either; after a thought it may, since drafts have no banned words."""
+    settings = {"never_empty": True, "rule": "linear_spec"}
+    with TracedEngine(
+        shipped_checkpoint(),
+        additional_config={"diffusion": settings},
+        async_scheduling=order == "asynchronous",
+        max_model_len=128,
+    ) as engine:
+        tokens = answer(engine, **eager(engine))
+        assert [token in ends_of(engine) for token in tokens] == [False, True]
