@@ -55,6 +55,14 @@ def publishers_body(toy: MinerU, monkeypatch: pytest.MonkeyPatch) -> Any:
     return body
 
 
+def test_lengths_that_are_no_multiples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its function refuses a length that is not whole blocks, so that no answer of its own has a narrower one."""
+    body = publishers_body(mineru(), monkeypatch)
+    ids = torch.tensor([prompt_of(9)])
+    with pytest.raises(ValueError, match="multiple of block_length"):
+        body.generate(input_ids=ids, mask_token_id=MASK_ID, gen_length=40, block_length=32)
+
+
 @pytest.mark.parametrize("sharpness", [3.0, 8.0])
 def test_mineru(sharpness: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its modelling file: lengths of prompts, thresholds, steps and pictures of several sizes."""
@@ -158,13 +166,15 @@ def test_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         parts = [{"type": "image_pil", "image_pil": page}, {"type": "text", "text": prompt}]
         system = {"role": "system", "content": runner.SYSTEM_PROMPT}
         chats.append([system, {"role": "user", "content": parts}])
-    params = SamplingParams(
-        temperature=0, max_tokens=96, skip_special_tokens=False, stop=list(runner.STOP_STRINGS)
-    )
+    # The checkpoint names no end token, and the requests no string.
+    (folder / "generation_config.json").write_text("{}")
+    params = SamplingParams(temperature=0, max_tokens=96, skip_special_tokens=False)
     with TracedEngine(folder, max_model_len=512, limit_mm_per_prompt={"image": 1}) as engine:
         outputs = [output.outputs[0] for output in engine.llm.chat(chats, params, use_tqdm=False)]
     assert {output.finish_reason for output in outputs} == {"stop", "length"}
     for output, text in zip(outputs, expected, strict=True):
+        if output.finish_reason == "stop":
+            assert tokenizer.decode(output.token_ids[-1:]) in runner.STOP_STRINGS
         # vLLM's text is made token by token, which differs where bytes are no characters.
         answer = tokenizer.decode(output.token_ids)
         for end in runner.STOP_STRINGS:

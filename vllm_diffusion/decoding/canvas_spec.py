@@ -29,6 +29,7 @@ class CanvasSpec:
         drafts: Description of the canvases of requests whose setting ``rule`` is not the first one, and
             which are verified; ``None`` where no request chooses.
         ways: Names of the rules that requests choose from; of one rule where none chooses.
+        end_texts: Texts of tokens that end an answer, besides those of ``generation_config.json`` and of the tokenizer.
     """
 
     layout: CanvasLayout
@@ -38,6 +39,7 @@ class CanvasSpec:
     mask_token_id: int | None = None
     drafts: CanvasSpec | None = None
     ways: tuple[str, ...] = ("",)
+    end_texts: tuple[str, ...] = ()
 
     @property
     def length(self) -> int:

@@ -371,6 +371,28 @@ def constraining_fields(params: Any) -> list[str]:
     return [name for name, is_set in fields.items() if is_set]
 
 
+def with_end_texts(
+    generation: Mapping[str, Any], spec: CanvasSpec | None, tokenizer: Any
+) -> dict[str, Any]:
+    """Return the fields of ``generation_config.json`` with the end tokens of a family added to its own.
+
+    Args:
+        generation: The checkpoint's fields.
+        spec: Description of the model's canvases; ``None`` if it has none.
+        tokenizer: The served model's, by which a text that is not one token ends nothing; ``None`` where vLLM was
+            started without one.
+    """
+    fields = dict(generation)
+    if spec is None or tokenizer is None or not spec.end_texts:
+        return fields
+    own = fields.get("eos_token_id") or []
+    ids = {own} if isinstance(own, int) else set(own)
+    for text in spec.end_texts:
+        found = tokenizer.encode(text, add_special_tokens=False)
+        ids.update(found if len(found) == 1 else ())
+    return fields | {"eos_token_id": sorted(ids)}
+
+
 def end_token_ids(sampling_params: Any) -> list[int]:
     """Return the tokens that end a request: its own, and the model's unless it ignores them."""
     ends = list(sampling_params.stop_token_ids or ())

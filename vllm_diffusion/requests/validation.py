@@ -28,6 +28,7 @@ from vllm_diffusion.requests.arguments import (
     arguments_of,
     attach_arguments,
     parse_arguments,
+    with_end_texts,
 )
 from vllm_diffusion.requests.bounds import Problem
 from vllm_diffusion.requests.constraint import read_constraint
@@ -71,6 +72,9 @@ def _checking_canvases(
     unaware.model_config = _NotDiffusion(model_config)
     # Constraints are checked here.
     unaware.structured_outputs_config = None
+    unaware.generation_config_fields = with_end_texts(
+        self.generation_config_fields, plan.spec, self.tokenizer
+    )
     try:
         with failing_aloud():
             token_ids = (

@@ -369,12 +369,14 @@ class MaskedEngineConfig(BlockDiffusionEngineConfig):
         block_length: Positions of a block if ``config.json`` has no length.
         block_length_key: Key of the block length in ``config.json``.
         layout: Layout of its canvases in a sequence.
+        end_texts: Tokens at which the published loop ends an answer by itself, whatever the checkpoint's files name.
     """
 
     mask_token_id: ClassVar[int]
     block_length: ClassVar[int]
     block_length_key: ClassVar[str] = "block_size"
     layout: ClassVar[type[CanvasLayout]] = AlignedBlock
+    end_texts: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def verify_and_update_model_config(cls, model_config: ModelConfig) -> None:
@@ -410,7 +412,9 @@ class MaskedEngineConfig(BlockDiffusionEngineConfig):
             settings, canvases.max_denoising_steps, rule, Published(values, source)
         )
         layout = (published.layout or cls.layout)(length)
-        spec = CanvasSpec(layout, rule, max_steps, of_rule, mask_token_id=mask)
+        spec = CanvasSpec(
+            layout, rule, max_steps, of_rule, mask_token_id=mask, end_texts=cls.end_texts
+        )
         log_differences(model_config, settings, spec, cls.chosen_rule(model_config, settings))
         warn_of_one_a_pass(settings, spec)
         return spec

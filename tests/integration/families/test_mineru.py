@@ -262,3 +262,38 @@ def test_shared_prefixes(tmp_path: Path) -> None:
         assert cached(long, second, text(rest, 2)) == 32 // size * size
         # Another remainder shares nothing.
         assert cached(long, first, text(rest + 1, 2)) == 0
+
+
+def test_published_ends(tmp_path: Path) -> None:
+    """An answer ends with the tokens at which the publisher's loop ends it, though no file of the checkpoint names them."""
+    model = mineru()
+    folder = model.save(tmp_path)
+    (folder / "generation_config.json").write_text("{}")
+    answers = [expected(model, parts).tokens for parts in PROMPTS]
+    spare = re.compile(r"<unused\d+>")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    names = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
+    # Tokens of two answers, under the published names.
+    written = [
+        token for tokens in answers for token in tokens[:-1] if spare.match(names.get(token, ""))
+    ]
+    ends = {"<|endoftext|>": written[0], "<|im_end|>": written[-1]}
+    assert len(set(ends.values())) == 2
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        text = (folder / file).read_text()
+        for published, token in ends.items():
+            text = text.replace(names[token], published)
+        (folder / file).write_text(text)
+    with TracedEngine(folder, **OPTIONS) as engine:
+        asked = [WANTED.sampling_params(ignore_eos=each) for each in (False, True)]
+        ended, whole = (
+            engine.llm.generate([request(parts) for parts in PROMPTS], each, use_tqdm=False)
+            for each in asked
+        )
+    cut = []
+    for tokens in answers:
+        first = [at for at, token in enumerate(tokens) if token in ends.values()]
+        cut.append(tokens[: first[0] + 1] if first else tokens)
+    assert [list(output.outputs[0].token_ids) for output in ended] == cut
+    assert {tokens[-1] for tokens in cut} >= set(ends.values())
+    assert [list(output.outputs[0].token_ids) for output in whole] == answers

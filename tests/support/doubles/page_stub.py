@@ -74,7 +74,12 @@ def engine_client(spec: Any, **model: Any) -> Any:
     if spec is not None:
         model_config.diffusion = DiffusionPlan(spec=spec)
     names = {0: "<pad>", 1: "<eos>", 2: "<turn|>"}
-    tokenizer = SimpleNamespace(eos_token_id=1, decode=lambda ids: names[ids[0]])
+    tokenizer = SimpleNamespace(
+        eos_token_id=1,
+        decode=lambda ids: names[ids[0]],
+        # Of another text a token for each character.
+        encode=lambda text, **_: [i for i in names if names[i] == text] or [3] * len(text),
+    )
     return SimpleNamespace(
         vllm_config=SimpleNamespace(model_config=model_config),
         renderer=SimpleNamespace(tokenizer=tokenizer),

@@ -9,8 +9,11 @@ Source: opendatalab/MinerU-Diffusion at 8d456f1, ``mineru_diffusion/modeling_min
 - Temperature 0 takes the likeliest token at its plain probability; there it divides by zero.
 - A step reveals masks only; there, where it is to reveal more than are left, it overwrites decided tokens.
 - The mask token is never drawn, and among equally confident positions the leftmost comes first.
-- The last block is as short as what is left of the answer; there an answer is whole blocks.
-- An answer ends with its first end token; there its ends are strings, which are looked for after each block.
+- Any ``max_tokens`` is served, and the last block is as short as what is left of the answer; there one that is no
+  multiple of 32 is refused, and ``engines/nano_dvlm`` writes whole blocks, beyond it.
+- An answer ends with its first end token; there with the first ``<|endoftext|>``, or else ``<|im_end|>``, after whose
+  block the loop ends, and the runner cuts what is printed at the first of both. The texts are of one token each,
+  which end an answer here too, whatever ``generation_config.json`` names.
 """
 
 from __future__ import annotations
@@ -97,6 +100,7 @@ class MinerUEngineConfig(MaskedEngineConfig):
     mask_token_id = 151669
     block_length = 32
     layout = BlockAfterPrompt
+    end_texts = ("<|endoftext|>", "<|im_end|>")
 
     @classmethod
     def check_model(cls, model_config: ModelConfig) -> None:

@@ -8,7 +8,12 @@ from typing import Any
 from fastapi import FastAPI, HTTPException, Response
 
 from vllm_diffusion.checkpoints import shipped_tasks
-from vllm_diffusion.requests.arguments import PREFIX, end_token_ids, offered_settings
+from vllm_diffusion.requests.arguments import (
+    PREFIX,
+    end_token_ids,
+    offered_settings,
+    with_end_texts,
+)
 from vllm_diffusion.requests.require_key import PAGE, PAGE_FILES
 from vllm_diffusion.startup.plan import spec_of
 
@@ -115,7 +120,8 @@ def end_tokens_of(model_config: Any, tokenizer: Any) -> list[str]:
     if tokenizer is None:
         return []
     params = SamplingParams()
-    params.update_from_generation_config(
-        model_config.try_get_generation_config(), tokenizer.eos_token_id
+    generation = with_end_texts(
+        model_config.try_get_generation_config(), spec_of(model_config), tokenizer
     )
+    params.update_from_generation_config(generation, tokenizer.eos_token_id)
     return list(convert_ids_list_to_tokens(tokenizer, end_token_ids(params)))

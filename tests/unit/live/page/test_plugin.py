@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -147,6 +148,13 @@ def test_end_tokens() -> None:
     """The end tokens of tokenizer and ``generation_config.json`` are spelled as in frames."""
     told = client(diffusion_gemma_spec(32)).get(MODEL_PATH).json()
     assert sorted(told["end_tokens"]) == ["<eos>", "<turn|>"]
+
+
+def test_end_tokens_of_a_family() -> None:
+    """Tokens at which a family's loop ends by itself are end tokens too, if a text is one token."""
+    spec = replace(diffusion_gemma_spec(32), end_texts=("<pad>", "<|im_end|>"))
+    told = client(spec).get(MODEL_PATH).json()
+    assert sorted(told["end_tokens"]) == ["<eos>", "<pad>", "<turn|>"]
 
 
 def test_end_tokens_without_tokenizer() -> None:
