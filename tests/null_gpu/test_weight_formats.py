@@ -73,18 +73,25 @@ def test_lacking_tensors(null_gpu: NullGpu, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["diffusion_gemma", "sdar"])
+@pytest.mark.parametrize(
+    ("name", "layers", "num_linears"),
+    [
+        ("diffusion_gemma", "model.decoder.layers", 16),
+        ("sdar", "model.layers", 16),
+        ("mineru", "language_model.model.layers", 12),
+    ],
+)
 def test_floats_that_are_quantised_while_they_are_loaded(
-    name: str, null_gpu: NullGpu, tmp_path: Path
+    name: str, layers: str, num_linears: int, null_gpu: NullGpu, tmp_path: Path
 ) -> None:
     """An engine that quantizes floats while loading answers, and refuses an incomplete file."""
     source = source_of(name, tmp_path)
     case, scheme = "tests.null_gpu.format_cases:serve_floats", "fp8_per_tensor"
     served = null_gpu.run(case, model=str(source), scheme=scheme).checked()
     assert served["passes"]
-    assert "16 x linear: CutlassFP8ScaledMMLinearKernel" in served["kernels"]
+    assert f"{num_linears} x linear: CutlassFP8ScaledMMLinearKernel" in served["kernels"]
     assert ("4 x experts" in served["kernels"]) == (name == "diffusion_gemma")
-    lacking = f"{'model.decoder' if name == 'diffusion_gemma' else 'model'}.layers.0.self_attn.q_proj.weight"
+    lacking = f"{layers}.0.self_attn.q_proj.weight"
     lacks = changed(source, tmp_path / "lacks", lambda tensors: tensors.pop(lacking))
     refused = null_gpu.run(case, model=str(lacks), scheme=scheme)
     assert f"{lacking} should be in" in str(refused.error)

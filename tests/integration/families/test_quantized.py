@@ -16,6 +16,7 @@ from vllm.lora.request import LoRARequest
 from tests.support.engines.engine import StepRecord, TracedEngine
 from tests.support.families.cases import CASES, Wanted
 from tests.support.families.llada2_model import separate_experts
+from tests.support.families.mineru_model import IMAGE_ID, num_tokens, picture
 from tests.support.families.model import MASK_ID, VOCAB_SIZE, TinyModel, prompt_of
 from tests.support.families.run import block_causal, causal_then_block
 from tests.support.models.adapters import adapt
@@ -32,7 +33,7 @@ def quantized(folder: Path, ignore: list[str]) -> Path:
     path = folder / "model.safetensors"
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(path).items():
-        if tensor.dim() == 1 or name.endswith(EMBEDDINGS) or name.removesuffix(".weight") in ignore:
+        if tensor.dim() != 2 or name.endswith(EMBEDDINGS) or name.removesuffix(".weight") in ignore:
             tensors[name] = tensor
             continue
         scale = tensor.abs().amax(dim=1, keepdim=True) / torch.finfo(FP8).max
@@ -51,10 +52,15 @@ def rounded_rows(x: torch.Tensor) -> torch.Tensor:
     return (x / scale).to(FP8).to(x.dtype) * scale
 
 
+def is_unquantized(name: str) -> bool:
+    """True for a head, and for what MinerU-Diffusion makes tokens of pictures with."""
+    return "head" in name or name.startswith("vision_")
+
+
 def emulate_fp8(model: TinyModel) -> None:
     """Round the weights and inputs of quantized layers, in place."""
     for name, module in model.body.named_modules():
-        if isinstance(module, torch.nn.Linear) and "head" not in name:
+        if isinstance(module, torch.nn.Linear) and not is_unquantized(name):
             module.weight.data = rounded_rows(module.weight.data)
             module.register_forward_pre_hook(lambda _, inputs: (rounded_rows(inputs[0]),))
 
@@ -94,6 +100,15 @@ def save_compressed(model: TinyModel, scheme: dict[str, Any], folder: Path) -> P
     return compressed.save(folder)
 
 
+def request_of(prompt: list[int]) -> dict[str, Any]:
+    """Return a request in which one token stands for the picture."""
+    if IMAGE_ID not in prompt:
+        return {"prompt_token_ids": prompt}
+    first = prompt.index(IMAGE_ID)
+    ids = [token for at, token in enumerate(prompt) if token != IMAGE_ID or at == first]
+    return {"prompt_token_ids": ids, "multi_modal_data": {"image": [PICTURE]}}
+
+
 def first_step(
     folder: Path,
     prompt: list[int],
@@ -107,9 +122,10 @@ def first_step(
         ) as engine,
         engine.recording() as steps,
     ):
-        outputs = engine.outputs(
-            [prompt],
+        outputs = engine.llm.generate(
+            [request_of(prompt)],
             Wanted(8).sampling_params(),
+            use_tqdm=False,
             lora_request=adapter and LoRARequest("adapter", 1, str(adapter)),
         )
     assert len(outputs[0].outputs[0].token_ids) == 8
@@ -128,26 +144,35 @@ def logits_behind(
         visible = torch.ones(length + len(canvas), length + len(canvas), dtype=torch.bool)
     else:
         visible = block_causal(length + len(canvas), B)
-    return model(torch.tensor(prompt + canvas), visible)[length:, MASK_LESS]
+    seeing = model.seeing([PICTURE]) if IMAGE_ID in prompt else model
+    return seeing(torch.tensor(prompt + canvas), visible)[length:, MASK_LESS]
 
 
 def ignored(name: str) -> list[str]:
     """Return the modules that are not quantized, by the checkpoint's names."""
     names = [HEADS.get(name, "lm_head")]
     names += [f"model.layers.{layer}.mlp.gate" for layer in ROUTED.get(name, ())]
-    return names
+    body = CASES[name].make().body
+    linears = [at for at, one in body.named_modules() if isinstance(one, torch.nn.Linear)]
+    return [*names, *(at for at in linears if at.startswith("vision_"))]
 
 
+# Of 70 tokens.
+PICTURE = picture(80, 56)
 WHOLE_SEQUENCES = ("llada", "llada-moe", "illada")
 FAMILIES = [
     "sdar",
     *(
         pytest.param(name, marks=pytest.mark.slow)
-        for name in ("nemotron", "llada2.0", "a2d", *WHOLE_SEQUENCES)
+        for name in ("nemotron", "llada2.0", "a2d", "mineru", *WHOLE_SEQUENCES)
     ),
 ]
 # By the checkpoint's names, where it is no ``lm_head``.
-HEADS = {"nemotron": "diffusion_head", "llada": "model.transformer.ff_out"}
+HEADS = {
+    "nemotron": "diffusion_head",
+    "llada": "model.transformer.ff_out",
+    "mineru": "language_model.lm_head",
+}
 # Layers with experts.
 ROUTED = {"llada2.0": (1, 2), "llada-moe": (0, 2)}
 MASK_LESS = torch.arange(VOCAB_SIZE) != MASK_ID
@@ -166,7 +191,7 @@ def rounded(name: str, scheme: str, folder: Path) -> tuple[Path, TinyModel]:
         emulate_fp8(model)
         return checkpoint, model
     # The body has the names of transformers, the file those of the publisher.
-    settings = quantize_nvfp4(model, ["lm_head", *ignored(name)[1:]])
+    settings = quantize_nvfp4(model, ["lm_head", *ignored(name)])
     return save_compressed(model, settings | {"ignore": ignored(name)}, folder), model
 
 
@@ -178,8 +203,11 @@ def test_logits(name: str, scheme: str, tmp_path: Path) -> None:
     FP8 with dynamic activations is emulated; NVFP4 is compressed-tensors' own forward.
     """
     checkpoint, model = rounded(name, scheme, tmp_path)
-    prompt = prompt_of(64)
-    step = first_step(checkpoint, prompt, options=CASES[name].options)
+    prompt, options = prompt_of(64), dict(CASES[name].options)
+    if name == "mineru":
+        prompt = prompt[:29] + [IMAGE_ID] * num_tokens(PICTURE) + prompt[-29:]
+        options["limit_mm_per_prompt"] = {"image": 1}
+    step = first_step(checkpoint, prompt, options=options)
     ours, canvas = step.logits[:, MASK_LESS], step.canvas.tolist()
     if name in WHOLE_SEQUENCES:
         # Recorded from the canvas's first token, which is the prompt's.
