@@ -54,6 +54,9 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 
+# With a picture between its tokens, which MinerU-Diffusion's image token stands for.
+PICTURED = "pictured"
+
 # Of requests that choose their way, where the server has several.
 WAYS: dict[str, dict[str, Any]] = {
     "drafted": {"extra_args": {"diffusion_rule": "linear_spec"}},
@@ -221,7 +224,7 @@ def params_of(kind: str, **changes: Any) -> Any:
     from vllm.sampling_params import StructuredOutputsParams
 
     asked: dict[str, Any] = {"max_tokens": 20, "temperature": 0.0, "ignore_eos": True}
-    asked |= {"detokenize": False} | (KINDS | WAYS)[kind] | changes
+    asked |= {"detokenize": False} | (KINDS | WAYS | {PICTURED: {}})[kind] | changes
     if "structured_outputs" in asked:
         asked["structured_outputs"] = StructuredOutputsParams(**asked["structured_outputs"])
         asked |= {"ignore_eos": False, "detokenize": True}
@@ -248,8 +251,7 @@ def passes_of(llm: Any, kind: str, adapter: str | None = None) -> dict[str, Any]
     ids = [f"{kind} {i}" for i in range(2)]
     with opened(Inbox()):
         for request_id in ids:
-            prompt = {"prompt_token_ids": PROMPT}
-            engine.add_request(request_id, prompt, params_of(kind), lora_request=lora)
+            engine.add_request(request_id, prompt_of(kind), params_of(kind), lora_request=lora)
     answered: dict[str, int] = {}
     passes = 0
     with patch.object(CanvasReports, "_observe_view", observing):
@@ -260,6 +262,16 @@ def passes_of(llm: Any, kind: str, adapter: str | None = None) -> dict[str, Any]
                     answered[output.request_id] = len(output.outputs[0].token_ids)
     drop(engine, [request_id for request_id in ids if request_id not in answered])
     return {"passes": passes, "tokens": sorted(answered.values()), "views": views}
+
+
+def prompt_of(kind: str) -> dict[str, Any]:
+    """Return the prompt of a kind of request."""
+    if kind != PICTURED:
+        return {"prompt_token_ids": PROMPT}
+    from tests.support.families.mineru_model import IMAGE_ID, picture
+
+    ids = [*PROMPT[:3], IMAGE_ID, *PROMPT[3:]]
+    return {"prompt_token_ids": ids, "multi_modal_data": {"image": picture(40, 24)}}
 
 
 def steady_pass(llm: Any, kind: str) -> dict[str, int]:
@@ -283,7 +295,7 @@ def steady_pass(llm: Any, kind: str) -> dict[str, int]:
     max_tokens = 100 if holds_sequences(llm) else 300
     for request_id, each in zip(ids, kinds, strict=True):
         params = params_of(each, max_tokens=max_tokens)
-        engine.add_request(request_id, {"prompt_token_ids": PROMPT}, params)
+        engine.add_request(request_id, prompt_of(each), params)
     for _ in range(6):
         engine.step()
     step: Callable[[], object] = engine.step

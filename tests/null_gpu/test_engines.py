@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from tests.null_gpu import pass_kernels
-from tests.null_gpu.engine_cases import KINDS, WAYS
+from tests.null_gpu.engine_cases import KINDS, PICTURED, WAYS
 from tests.support.counters import baselines
 from tests.support.families.cases import CASES, checkpoint_of
 from tests.support.models.checkpoints import SHIPPED
@@ -92,6 +92,26 @@ def test_a_family_starts_captured(null_gpu, tmp_path, family):
     assert found["chosen"]["graphs"] == graphs
     assert found["chosen"]["attention"] == ["CanvasAttentionImpl"]
     assert found["chosen"]["checked_kinds"] == found["chosen"]["kinds"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_steady_pass_after_a_picture(null_gpu, tmp_path):
+    """Requests with a picture are captured, and a steady pass of theirs asks for no more than one without."""
+    folder, options = checkpoint_of("mineru", tmp_path)
+    # FlashAttention-4 asks for what the null GPU has not.
+    options |= {"limit_mm_per_prompt": {"image": 1}, "mm_encoder_attn_backend": "TRITON_ATTN"}
+    outcome = null_gpu.run(
+        SERVE,
+        model=str(folder),
+        options=options | TINY,
+        kinds=[PICTURED],
+        steady=["plain", PICTURED],
+    )
+    found = outcome.checked()
+    assert found["chosen"]["graphs"] == "FULL_AND_PIECEWISE"
+    assert found["steady"][PICTURED] == found["steady"]["plain"]
+    baselines.check("a steady pass on the null GPU, mineru after a picture", found["steady"])
 
 
 @pytest.mark.timeout(600)
