@@ -9,7 +9,7 @@ Found nowhere, and so left out: SDAR-30B-A3B's ``config.json`` and index (its co
 Qwen3-MoE's), LLaDA2.1-mini's and 2.2-mini's, Fast-dLLM v2's index and figures (its code says Qwen2.5's
 names), Stable-DiffCoder's index (its class is ``transformers``' Llama), all of DreamReasoner-8B's (a port
 says Qwen3's names), and the adapter's tensors of Nemotron-Labs-Diffusion other than through tests that
-write such a file.
+write such a file, and MinerU-Diffusion's ``config.json`` and index (its class has default sizes, which may be others).
 """
 
 from __future__ import annotations
