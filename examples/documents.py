@@ -3,7 +3,8 @@
     vllm serve opendatalab/MinerU-Diffusion-V1-0320-2.5B --host 127.0.0.1
     python examples/documents.py page.png
 
-Without a file it draws a page of its own. ``OPENAI_API_KEY`` is the server's key. ``--task "Table Recognition"``,
+Without a file it draws a page of its own; with ``--lines 60 17283 4096`` one of large digits, which the tiny model of
+``examples/checkpoints/train_tiny_reader.py`` is trained on. ``OPENAI_API_KEY`` is the server's key. ``--task "Table Recognition"``,
 ``"Formula Recognition"`` and ``"Layout Analysis"`` are what else the checkpoint was trained on.
 """
 
@@ -28,6 +29,15 @@ def draw_page() -> Image.Image:
     return page
 
 
+def draw_lines(lines: list[str]) -> Image.Image:
+    """Draw up to three lines of up to five digits, which fill a square page."""
+    page = Image.new("RGB", (480, 480), "white")
+    ImageDraw.Draw(page).multiline_text(
+        (30, 0), "\n".join(lines), fill="black", font_size=140, spacing=20
+    )
+    return page
+
+
 def data_url(page: Image.Image) -> str:
     file = io.BytesIO()
     page.convert("RGB").save(file, "PNG")
@@ -37,11 +47,13 @@ def data_url(page: Image.Image) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Read a page with a server that is running.")
     parser.add_argument("page", nargs="?", type=Path, help="a picture; default: a page is drawn")
+    parser.add_argument("--lines", nargs="+", help="digits; draws these instead")
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="default: %(default)s")
     parser.add_argument("--model", help="default: the first that the server names")
     parser.add_argument("--task", default="Text Recognition", help="default: %(default)s")
     arguments = parser.parse_args()
-    page = Image.open(arguments.page) if arguments.page else draw_page()
+    drawn = draw_lines(arguments.lines) if arguments.lines else draw_page()
+    page = Image.open(arguments.page) if arguments.page else drawn
     client = OpenAI(base_url=arguments.url)
     chunks = client.chat.completions.create(
         model=arguments.model or client.models.list().data[0].id,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -119,14 +119,14 @@ def build_config() -> DiffusionGemmaConfig:
     )
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per UTF-8 byte (byte-level BPE without merges), control tokens, "yes" and "no".
+def build_tokenizer(phrases: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """One token per UTF-8 byte (byte-level BPE without merges), control tokens, "yes", "no" and each of ``phrases``.
 
     Any string without control tokens round-trips exactly. ``<bos>`` is not added: the chat
     template writes it.
     """
     byte_symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
-    names = CONTROL_TOKENS + byte_symbols + ANSWER_TOKENS
+    names = [*CONTROL_TOKENS, *byte_symbols, *ANSWER_TOKENS, *phrases]
     names += [f"<unused{idx}>" for idx in range(VOCAB_SIZE - len(names))]
     backend = Tokenizer(
         models.BPE(vocab={name: idx for idx, name in enumerate(names)}, merges=[], unk_token=None)
@@ -143,6 +143,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
             for name in ANSWER_TOKENS
         ]
     )
+    backend.add_tokens([AddedToken(name, special=False, normalized=False) for name in phrases])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token="<pad>",

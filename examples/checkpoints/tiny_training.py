@@ -181,8 +181,9 @@ def _orthogonalise(x: Tensor) -> Tensor:
 
 
 def _is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    return parameter.ndim >= 2 and not any(
-        part in name for part in ("vision", "embed_tokens", "lm_head", "router")
+    # Not the filters of a convolution.
+    return parameter.ndim in (2, 3) and not any(
+        part in name for part in ("vision", "embed_tokens", "lm_head", "router", "classifier")
     )
 
 

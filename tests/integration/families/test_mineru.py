@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import random
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +21,8 @@ from tests.support.families import run
 from tests.support.families.cases import Wanted
 from tests.support.families.mineru import generate
 from tests.support.families.mineru_model import IMAGE_ID, MinerU, mineru, num_tokens, picture
-from tests.support.families.model import MASK_ID, prompt_of
+from tests.support.families.model import MASK_ID, prompt_of, randomize
+from tests.support.models.quantized import EXAMPLES
 
 pytestmark = pytest.mark.engine
 
@@ -297,3 +301,33 @@ def test_published_ends(tmp_path: Path) -> None:
     assert [list(output.outputs[0].token_ids) for output in ended] == cut
     assert {tokens[-1] for tokens in cut} >= set(ends.values())
     assert [list(output.outputs[0].token_ids) for output in whole] == answers
+
+
+def test_recipe_of_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe writes a checkpoint that the engine serves, and that it reads pages with as the recipe itself does."""
+    from vllm import SamplingParams
+
+    monkeypatch.syspath_prepend(EXAMPLES / "checkpoints")
+    recipe = importlib.import_module("train_tiny_reader")
+    folder, sharp, model = tmp_path / "reader", tmp_path / "sharp", recipe.Reader()
+    # Before many steps of training all answers are alike.
+    randomize(model, seed=0, sharpness=3.0)
+    model.save(sharp)
+    short = ["--steps", "1", "--batch-size", "2", "--num-pages", "1"]
+    short += ["--init", str(sharp), "--out", str(folder)]
+    monkeypatch.setattr(sys, "argv", ["train_tiny_reader.py", *short])
+    recipe.main()
+    model.load(folder)
+    pages = [recipe.draw_page(random.Random(lines), lines) for lines in (1, 2, 3)]
+    read = [recipe.read(model.eval(), recipe.Prompts(), page)[0] for page in pages]
+    system = {"role": "system", "content": recipe.SYSTEM}
+    chats = []
+    for page in pages:
+        parts = [{"type": "image_pil", "image_pil": page.picture}]
+        parts.append({"type": "text", "text": recipe.TASK})
+        chats.append([system, {"role": "user", "content": parts}])
+    params = SamplingParams(temperature=0, max_tokens=recipe.BLOCK_LENGTH, detokenize=False)
+    with TracedEngine(folder, max_model_len=128, limit_mm_per_prompt={"image": 1}) as engine:
+        outputs = engine.llm.chat(chats, params, use_tqdm=False)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == read
+    assert len({tuple(tokens) for tokens in read}) > 1
