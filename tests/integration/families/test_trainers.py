@@ -145,9 +145,11 @@ def test_diffusion_gemma_of_nemo(tmp_path: Path) -> None:
             tensors[name] = torch.ones_like(scale)
 
     folder = changed(SHIPPED, tmp_path / "nemo", as_nemo)
-    answers = []
-    for checkpoint in (SHIPPED, folder):
-        with TracedEngine(checkpoint, max_model_len=256) as engine:
-            outputs = engine.generate([[2, 40, 41, 42, 43]], seeds=[1], max_tokens=32)
-            answers.append([list(output.token_ids) for output in outputs])
-    assert answers[0] == answers[1]
+    assert answer_of(folder) == answer_of(SHIPPED)
+
+
+def answer_of(checkpoint: Path) -> list[int]:
+    """Return the tokens of one answer."""
+    with TracedEngine(checkpoint, max_model_len=256) as engine:
+        (output,) = engine.generate([[2, 40, 41, 42, 43]], seeds=[1], max_tokens=32)
+        return list(output.token_ids)
