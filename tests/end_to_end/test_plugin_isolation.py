@@ -16,7 +16,7 @@ from tests.support.engines.snapshot import OURS
 
 pytestmark = pytest.mark.engine
 
-SNAPSHOT = Path(__file__).resolve().parents[1] / "support" / "snapshot.py"
+SNAPSHOT = Path(__file__).resolve().parents[1] / "support/engines/snapshot.py"
 
 SMALL = {
     "hidden_size": 64,
