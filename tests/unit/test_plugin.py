@@ -7,6 +7,9 @@ import sys
 from typing import Any
 
 import pytest
+from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models import config as models_config
+from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_diffusion import plugin
 from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaEngineConfig
@@ -22,10 +25,6 @@ ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
 @pytest.fixture
 def tables(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Keep vLLM's tables, and restore them after the test."""
-    from vllm.model_executor.models import ModelRegistry
-    from vllm.model_executor.models import config as models_config
-    from vllm.v1.engine.input_processor import InputProcessor
-
     monkeypatch.setattr(models_config, "MODELS_CONFIG_MAP", dict(models_config.MODELS_CONFIG_MAP))
     monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
     monkeypatch.setattr(InputProcessor, "process_inputs", InputProcessor.process_inputs)
@@ -35,14 +34,10 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_register_twice(tables: pytest.MonkeyPatch) -> None:
     """A second registration changes nothing."""
-    from vllm.model_executor.models import ModelRegistry
-    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
-    from vllm.v1.engine.input_processor import InputProcessor
-
     checks = set()
     for _ in range(2):
         plugin.register()
-        assert MODELS_CONFIG_MAP[ARCHITECTURE] is DiffusionGemmaEngineConfig
+        assert models_config.MODELS_CONFIG_MAP[ARCHITECTURE] is DiffusionGemmaEngineConfig
         entry = ModelRegistry.models[ARCHITECTURE]
         assert entry.module_name == "vllm_diffusion.families.diffusion_gemma.model"
         checks.add(InputProcessor.process_inputs)
@@ -52,8 +47,6 @@ def test_register_twice(tables: pytest.MonkeyPatch) -> None:
 
 def test_classes_that_vllm_brings(tables: pytest.MonkeyPatch) -> None:
     """The record of architectures that vLLM serves dates from before the first registration."""
-    from vllm.model_executor.models import ModelRegistry
-
     entries = {family.architecture: plugin.imported(family.engine_config) for family in FAMILIES}
     for family in FAMILIES:
         tables.setattr(entries[family.architecture], "is_in_vllm", None)
@@ -95,13 +88,11 @@ def test_register_failure_is_an_error_of_a_diffusion_checkpoint(
     tables: pytest.MonkeyPatch,
 ) -> None:
     """A failed registration is reported when a diffusion checkpoint is configured."""
-    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
-
     tables.delattr("vllm.v1.engine.input_processor.InputProcessor.process_inputs")
     plugin.register()
     tables.setattr(upstream, "problem", lambda: None)
     with pytest.raises(ValueError, match="could not register.*process_inputs.*pip install"):
-        MODELS_CONFIG_MAP[ARCHITECTURE].verify_and_update_config(object())
+        models_config.MODELS_CONFIG_MAP[ARCHITECTURE].verify_and_update_config(object())
 
 
 def test_register_says_aloud_where_no_check_could_be_put(
@@ -121,13 +112,11 @@ def test_unsupported_vllm_is_an_error_of_a_diffusion_checkpoint(
     installed: str | None, tables: pytest.MonkeyPatch
 ) -> None:
     """An unsupported vLLM is reported only when a diffusion checkpoint is configured."""
-    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
-
     tables.setattr(upstream, "installed_version", lambda: installed)
     plugin.register()
     assert DiffusionGemmaEngineConfig.registration_failure is None
     with pytest.raises(ValueError, match="pip install") as error:
-        MODELS_CONFIG_MAP[ARCHITECTURE].verify_and_update_config(object())
+        models_config.MODELS_CONFIG_MAP[ARCHITECTURE].verify_and_update_config(object())
     message = str(error.value)
     assert "0.33" in message
     assert (installed or "no vLLM") in message

@@ -7,6 +7,9 @@ from typing import Any
 
 from vllm.v1.engine.input_processor import InputProcessor
 
+from tests.support.engines.vllm_configs import replan, vllm_config
+from vllm_diffusion.requests import validation
+
 
 class Processor(InputProcessor):
     """vLLM's input processor of a model without a tokenizer, which records what it has to forget.
@@ -16,6 +19,7 @@ class Processor(InputProcessor):
     """
 
     def __init__(self, vllm_config: Any) -> None:
+        validation.install()
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.diffusion_config = None
@@ -60,10 +64,6 @@ def checked(params: Any, spec: Any, checkpoint: Any = None) -> None:
     Raises:
         ValueError: If the request is refused.
     """
-    from tests.support.engines.vllm_configs import replan, vllm_config
-    from vllm_diffusion.requests import validation
-
-    validation.install()
     config = vllm_config(checkpoint)
     replan(config, spec=spec)
     validate(params, config)

@@ -13,12 +13,20 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_diffusion.requests import bounds, constraint
 from vllm_diffusion.requests.constraint import read_constraint
-from vllm_diffusion.requests.json_schema import SchemaError, guided_schema, plain_schema
+from vllm_diffusion.requests.guidance import deep_threads, guidance_grammar
+from vllm_diffusion.requests.json_schema import (
+    CONSTRAINING,
+    NOTES,
+    SchemaError,
+    guided_schema,
+    plain_schema,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -44,9 +52,6 @@ def refusal(**fields: Any) -> str:
 
 
 def accepts(params: StructuredOutputsParams, text: str) -> bool:
-    from llguidance import LLMatcher, LLTokenizer
-
-    from vllm_diffusion.requests.guidance import guidance_grammar
 
     grammar = guidance_grammar("json", str(params.json))
     machine = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
@@ -174,10 +179,6 @@ CHOICES = ["a.b", "(x", "a|b", "\\d", "é", "", " y", "a-b", "[z]", "{2}", 'q"r'
 @pytest.mark.parametrize("choices", [CHOICES, [f"choice {i}" for i in range(bounds.MOST_CHOICES)]])
 def test_choices(choices: list[str]) -> None:
     """Each choice is accepted literally, and nothing else, however many there are."""
-    from llguidance import LLMatcher, LLTokenizer
-
-    from vllm_diffusion.requests.guidance import guidance_grammar
-
     grammar = guidance_grammar("choice", json.dumps(read(choice=choices).choice))
     machine = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
     for text in (*choices[:20], *choices[-20:], "aab", "3", "choice", "z"):
@@ -244,7 +245,6 @@ def test_the_event_loop_goes_on() -> None:
 @pytest.mark.parametrize("link", ["alone", "in a property", "in items"])
 def test_longest_chain_of_references(link: str) -> None:
     """The longest accepted chain of references compiles, and another thread can free it."""
-    from vllm_diffusion.requests.guidance import deep_threads, guidance_grammar
 
     def of(i: int) -> dict[str, Any]:
         inner = {"$ref": f"#/$defs/d{i + 1}"}
@@ -257,8 +257,6 @@ def test_longest_chain_of_references(link: str) -> None:
     text = str(read(json={"$defs": definitions, "$ref": "#/$defs/d0"}).json)
 
     def compiled() -> Any:
-        from llguidance import LLMatcher, LLTokenizer
-
         return LLMatcher(LLTokenizer("byte"), guidance_grammar("json", text), log_level=0)
 
     matcher = deep_threads(1, "test").submit(compiled).result()
@@ -337,8 +335,6 @@ ODD = st.one_of(
 @given(st.data())
 def test_odd_values_are_refused_or_followed(data: st.DataObject) -> None:
     """Known keywords with values of any type are followed or refused with a reason."""
-    from vllm_diffusion.requests.json_schema import CONSTRAINING, NOTES
-
     names = st.sampled_from(sorted(CONSTRAINING | NOTES | {"nullable", "title"}))
     keywords = st.dictionaries(names, ODD, max_size=4)
     schema = data.draw(

@@ -6,9 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 
+from tests.support.engines.admission import Processor, checked, validate
 from tests.support.engines.vllm_configs import replan, vllm_config
 from tests.support.models.specs import diffusion_gemma_spec
+from vllm_diffusion.requests import refusals, validation
+from vllm_diffusion.requests.bounds import check_decodable
 
 pytestmark = pytest.mark.engine
 
@@ -24,13 +29,6 @@ pytestmark = pytest.mark.engine
 )
 def test_fields_of_no_protocol(fields: dict[str, Any], message: str) -> None:
     """Fields that a protocol would clamp or omit are refused by name."""
-    from vllm import SamplingParams
-    from vllm.exceptions import VLLMValidationError
-
-    from tests.support.engines.admission import validate
-    from vllm_diffusion.requests import validation
-
-    validation.install()
     with pytest.raises(VLLMValidationError, match=message):
         validate(SamplingParams(**fields), vllm_config())
 
@@ -39,13 +37,6 @@ def test_fields_of_no_protocol(fields: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("value", ["text", 5, ["a"], "x" * 10**6])
 def test_transfer_params_that_are_no_mapping(field: str, value: Any) -> None:
     """Transfer parameters that are not a mapping are refused by name."""
-    from vllm import SamplingParams
-    from vllm.exceptions import VLLMValidationError
-
-    from tests.support.engines.admission import validate
-    from vllm_diffusion.requests import validation
-
-    validation.install()
     config = vllm_config()
     with pytest.raises(VLLMValidationError, match=f"{field} must be a mapping") as raised:
         validate(SamplingParams(extra_args={field: value}), config)
@@ -66,13 +57,6 @@ def test_transfer_params_that_are_no_mapping(field: str, value: Any) -> None:
 )
 def test_logprobs_that_no_memory_holds(logprobs: int, num_slots: int, most: int) -> None:
     """More logprobs than the server's memory holds are refused, and exactly as many are served."""
-    from vllm import SamplingParams
-    from vllm.exceptions import VLLMValidationError
-
-    from tests.support.engines.admission import validate
-    from vllm_diffusion.requests import validation
-
-    validation.install()
     config = vllm_config(max_logprobs=-1, max_num_seqs=num_slots)
     replan(config, spec=diffusion_gemma_spec(256))
     config.model_config.model_arch_config.vocab_size = 262_144
@@ -86,13 +70,6 @@ def test_logprobs_that_no_memory_holds(logprobs: int, num_slots: int, most: int)
 @pytest.mark.parametrize("autoregressive", [False, True])
 def test_tokens_that_only_the_tokenizer_has(autoregressive: bool) -> None:
     """A prompt token beyond the model's vocabulary is refused instead of ending the engine."""
-    from vllm import SamplingParams
-    from vllm.exceptions import VLLMValidationError
-
-    from tests.support.engines.admission import Processor
-    from vllm_diffusion.requests import validation
-
-    validation.install()
     config = vllm_config(max_model_len=64)
     replan(config, spec=None if autoregressive else diffusion_gemma_spec(4))
     most = config.model_config.get_vocab_size()
@@ -113,13 +90,6 @@ def test_tokens_that_only_the_tokenizer_has(autoregressive: bool) -> None:
 )
 def test_texts_of_tokens_that_only_the_tokenizer_has(name: str, field: str) -> None:
     """An argument whose text has a token beyond the model's vocabulary is refused by its field."""
-    from vllm import SamplingParams
-    from vllm.exceptions import VLLMValidationError
-
-    from tests.support.engines.admission import Processor
-    from vllm_diffusion.requests import validation
-
-    validation.install()
     config = vllm_config(max_model_len=64)
     replan(config, spec=diffusion_gemma_spec(8))
     most = config.model_config.get_vocab_size()
@@ -135,13 +105,6 @@ def test_texts_of_tokens_that_only_the_tokenizer_has(name: str, field: str) -> N
 
 def test_pictures_of_a_refused_request_are_sent_again() -> None:
     """The pictures of a refused request, which the engine never got, are sent the next time."""
-    from vllm import SamplingParams
-    from vllm.exceptions import VLLMValidationError
-
-    from tests.support.engines.admission import Processor
-    from vllm_diffusion.requests import validation
-
-    validation.install()
     config = vllm_config(max_model_len=64)
     replan(config, spec=diffusion_gemma_spec(4))
     hashes = {"image": ["a", "b"], "video": ["c"]}
@@ -167,11 +130,6 @@ def test_min_tokens_of_a_read_only_request(
     min_tokens: int, max_tokens: int | None, most: int | None
 ) -> None:
     """A read-only request cannot have more ``min_tokens`` than its one canvas."""
-    from vllm import SamplingParams
-    from vllm.exceptions import VLLMValidationError
-
-    from tests.support.engines.admission import checked
-
     params = SamplingParams(max_tokens=max_tokens, extra_args={"diffusion_read_only": True})
     params.min_tokens = min_tokens
     if most is None:
@@ -203,12 +161,6 @@ UNDECODABLE: dict[str, Any] = {
 @pytest.mark.parametrize("field", UNDECODABLE)
 def test_what_the_engine_could_not_read(field: str) -> None:
     """A value that the engine cannot decode is refused by name in the client's process."""
-    from vllm import SamplingParams
-    from vllm.exceptions import VLLMValidationError
-
-    from vllm_diffusion.requests import refusals
-    from vllm_diffusion.requests.bounds import check_decodable
-
     refusals.install()
     params = SamplingParams(max_tokens=8)
     check_decodable(params)

@@ -6,7 +6,11 @@ import pickle
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
 
+from tests.support.engines.admission import validate
 from tests.support.engines.vllm_configs import configure, vllm_config
 from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.requests.arguments import arguments_of
@@ -18,12 +22,6 @@ DRAFTS, CAUSAL, DENOISED = "linear_spec", "autoregressive", "entropy_bound"
 
 def checked(way: str | None, server: dict[str, Any] | None = None, **fields: Any) -> Any:
     """Return checked parameters of a request to a server that offers all ways."""
-    from vllm import SamplingParams
-
-    from tests.support.engines.admission import validate
-    from vllm_diffusion.requests import validation
-
-    validation.install()
     settings = {"rules": [DENOISED, DRAFTS, CAUSAL]} if server is None else server
     own = {name: fields.pop(name) for name in list(fields) if name.startswith("diffusion_")}
     if way is not None:
@@ -76,8 +74,6 @@ def test_default_of_a_server() -> None:
 )
 def test_what_a_way_cannot_honour(way: str, field: str, value: Any) -> None:
     """An argument is refused by name for a way without it, and accepted for denoising."""
-    from vllm.exceptions import VLLMValidationError
-
     with pytest.raises(
         VLLMValidationError, match=f'choose another diffusion_rule than "{way}"'
     ) as e:
@@ -88,9 +84,6 @@ def test_what_a_way_cannot_honour(way: str, field: str, value: Any) -> None:
 
 def test_structured_outputs_of_a_way() -> None:
     """A grammar is refused for a way that draws rows before the tokens in front are known."""
-    from vllm.exceptions import VLLMValidationError
-    from vllm.sampling_params import StructuredOutputsParams
-
     for way in (DRAFTS, CAUSAL):
         with pytest.raises(VLLMValidationError) as raised:
             checked(way, structured_outputs=StructuredOutputsParams(regex="a+"))
@@ -99,8 +92,6 @@ def test_structured_outputs_of_a_way() -> None:
 
 def test_steering_of_a_single_token() -> None:
     """Settings of drafts are accepted for drafts only, since single tokens are not denoised."""
-    from vllm.exceptions import VLLMValidationError
-
     fields: dict[str, Any] = {"diffusion_frames": 1, "diffusion_stability_threshold": 0}
     checked(DRAFTS, **fields)
     for name, value in fields.items():
@@ -120,8 +111,6 @@ def test_steering_of_a_single_token() -> None:
 )
 def test_ways_that_a_server_does_not_offer(server: dict[str, Any], reason: str) -> None:
     """A way that the server does not offer is refused by name, with the offered ones."""
-    from vllm.exceptions import VLLMValidationError
-
     with pytest.raises(VLLMValidationError, match=reason) as raised:
         checked(CAUSAL, server)
     assert raised.value.parameter == "diffusion_rule"
