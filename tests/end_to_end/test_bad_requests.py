@@ -195,17 +195,6 @@ def test_fields_that_would_be_ignored(fields: dict[str, Any], field: str, server
         assert response.json()["error"]["param"] == field
 
 
-def test_arguments_at_the_top_of_a_body(server: Server) -> None:
-    """An argument at the top of a body acts as it does within ``vllm_xargs``."""
-    asked = {"max_tokens": 8, "ignore_eos": True, "seed": 1}
-    top = _complete(server, diffusion_step_map=True, diffusion_max_steps=2, **asked)
-    within = _complete(
-        server, vllm_xargs={"diffusion_step_map": True, "diffusion_max_steps": 2}, **asked
-    )
-    assert top.json()["choices"] == within.json()["choices"]
-    assert max(top.json()["choices"][0]["diffusion_step_map"]) <= 2
-
-
 def test_thread_of_anthropic(server: Server) -> None:
     """A conversation to be kept by the server is refused with details by which SDKs resend it."""
     messages = [{"role": "user", "content": "hi"}]

@@ -314,16 +314,6 @@ def test_budget_below_a_video(
     assert "video" not in offered(limit_mm_per_prompt=json.loads(limits))
 
 
-def test_unsupported_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unsupported vLLM is refused with what to install."""
-    from vllm_diffusion.hooks import upstream
-
-    monkeypatch.setattr(upstream, "installed_version", lambda: "0.34.0")
-    message = refusal(copy_checkpoint(tmp_path))
-    assert "0.34.0" in message
-    assert upstream.INSTALL in message
-
-
 def test_checkpoint_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint larger than the free memory is refused before it is read."""
     from vllm.platforms import current_platform

@@ -54,16 +54,6 @@ def pins(tokens: dict[int, int], fill: int = 100, width: int = CANVAS) -> dict[s
     return {"diffusion_seed_canvas": canvas, "diffusion_pinned": sorted(tokens)}
 
 
-def test_leading_pins_of_a_chat(engine: TracedEngine, prompt: list[int]) -> None:
-    """A greedy answer begins with its four pinned tokens, and has them in its text."""
-    params = engine.sampling_params(
-        max_tokens=CANVAS, temperature=0.0, extra_args=pins(dict.fromkeys(range(4), 100))
-    )
-    (answer,) = (output.outputs[0] for output in engine.outputs([prompt], params))
-    assert list(answer.token_ids[:4]) == [100] * 4
-    assert answer.text.startswith(engine.llm.get_tokenizer().decode([100] * 4))
-
-
 def test_random_pins_in_a_batch(engine: TracedEngine, prompt: list[int]) -> None:
     """Every pinned token is in its answer, and requests without pins answer as alone.
 
@@ -103,17 +93,6 @@ def test_random_pins_in_a_batch(engine: TracedEngine, prompt: list[int]) -> None
         for tokens, answer in zip(wanted, answers[1:-1], strict=True):
             expected = {p: token for p, token in tokens.items() if p < len(answer)}
             assert {position: answer[position] for position in expected} == expected
-
-
-def test_pins_are_of_the_first_canvas(engine: TracedEngine, prompt: list[int]) -> None:
-    """A second canvas does not repeat the pinned tokens."""
-    tokens = dict.fromkeys(range(4), 100)
-    params = engine.sampling_params(
-        max_tokens=2 * CANVAS, temperature=0.0, ignore_eos=True, extra_args=pins(tokens)
-    )
-    answer = engine.outputs([prompt], params)[0].outputs[0].token_ids
-    assert list(answer[:4]) == [100] * 4
-    assert list(answer[CANVAS : CANVAS + 4]) != [100] * 4
 
 
 def test_frames_and_step_maps(engine: TracedEngine, prompt: list[int]) -> None:

@@ -115,20 +115,6 @@ def test_json_regex_choice_and_grammar(engine):
         assert isinstance(json.loads(any_answer.text), dict)
 
 
-@pytest.mark.parametrize("engine", ["trained"], indirect=True)
-def test_each_request_has_its_back_end(engine):
-    """A schema that only guidance follows does not change other requests' back ends."""
-    bounded = {"type": "string", "pattern": "^[a-z]+$", "maxLength": 3}
-    constraints = [{"json": bounded}, {"regex": "[ab]{3}"}, {"choice": ["yes", "no"]}]
-    for batch in (constraints[:1], constraints[1:], constraints):
-        for constraint, answer in zip(batch, ask(engine, batch), strict=True):
-            assert answer.finish_reason == "stop"
-            if "choice" in constraint:
-                assert answer.text in constraint["choice"]
-            else:
-                assert_valid(engine, constraint, answer)
-
-
 def test_allowed_ids_and_a_constraint(engine):
     """The constraint has priority only where it leaves none of the allowed ids."""
     (allowed,) = engine.llm.get_tokenizer().encode("a", add_special_tokens=False)

@@ -22,7 +22,6 @@ from tests.support.families.model import prompt_of
 from tests.support.models.checkpoints import SHIPPED, random_checkpoint
 from tests.support.oracles.gemma4 import encoder_as_gemma4, greedy_tokens, logits_of
 from tests.support.oracles.oracle import Oracle
-from vllm_diffusion.metrics import request_metrics
 
 pytestmark = pytest.mark.engine
 
@@ -131,16 +130,6 @@ def test_prefix_cache(engine: TracedEngine, oracle: Any) -> None:
     (output,) = engine.outputs([later], params())
     assert output.num_cached_tokens > len(prompt)
     assert tokens_of([output]) == [greedy_tokens(oracle, later, 30)]
-
-
-@drafts
-def test_passes(engine: TracedEngine) -> None:
-    """One pass reads the prompt; then one drafts and one verifies, however much is kept."""
-    (output,) = engine.outputs([prompt_of(20, seed=6)], params())
-    metrics = request_metrics(output.outputs[0])
-    assert metrics is not None
-    assert set(metrics.denoise_steps_per_canvas) == {1}
-    assert metrics.passes == 1 + 2 * len(metrics.denoise_steps_per_canvas)
 
 
 @pytest.mark.slow

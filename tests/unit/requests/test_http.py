@@ -18,7 +18,6 @@ from vllm.exceptions import RetryableRequestError, VLLMValidationError
 
 from vllm_diffusion.requests import bounds, http
 from vllm_diffusion.requests.http import (
-    DETAILS,
     BoundedBodies,
     _noted,
     check_characters,
@@ -54,7 +53,7 @@ class Client:
     async def send(self, message: Any) -> None:
         self.sent.append(message)
 
-    def ask(self, monkeypatch: pytest.MonkeyPatch, answer: Any = None) -> tuple[int | None, bytes]:
+    def ask(self, monkeypatch: pytest.MonkeyPatch) -> tuple[int | None, bytes]:
         """Return the status of a refusal, if any, and the body that the application read."""
         read = bytearray()
 
@@ -64,8 +63,6 @@ class Client:
                 message = await receive()
                 read.extend(message.get("body", b""))
                 more = message.get("more_body", False)
-            if answer is not None:
-                await answer(scope, send)
 
         monkeypatch.setenv("VLLM_HTTP_MAX_REQUEST_BODY_SIZE", str(MOST))
         asyncio.run(BoundedBodies(app)(self.scope, self.receive, self.send))
@@ -109,23 +106,6 @@ def test_a_declared_length_beyond_the_limit_is_not_read(monkeypatch: pytest.Monk
     client = Client(b"x", declared=10**12)
     assert client.ask(monkeypatch) == (413, b"")
     assert client._unsent
-
-
-def test_details_of_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error gets the details that its endpoint put into the scope, and its length is right."""
-
-    async def answer(scope: Any, send: Any) -> None:
-        scope[DETAILS] = {"error_code": "x"}
-        body = b'{"type": "error", "error": {"message": "no"}}'
-        headers = [(b"content-length", b"%d" % len(body)), (b"a", b"b")]
-        await send({"type": "http.response.start", "status": 400, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
-
-    client = Client(b"{}", declared=2)
-    client.ask(monkeypatch, answer)
-    start, end = client.sent
-    assert json.loads(end["body"])["error"] == {"message": "no", "details": {"error_code": "x"}}
-    assert dict(start["headers"]) == {b"content-length": b"%d" % len(end["body"]), b"a": b"b"}
 
 
 def chat(**fields: Any) -> ChatCompletionRequest:

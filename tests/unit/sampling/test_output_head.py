@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from tests.support.models.heads import on_shards, output_head
 from vllm_diffusion.sampling.output_head import OutputHead, head_of
@@ -31,23 +29,6 @@ def test_never_drawn_ids_of_a_capped_model_are_refused():
     """Never-drawn ids of a model with capped logits are refused, as the cap would raise them."""
     with pytest.raises(ValueError, match=r"softcap=30.0 .* never_drawn=\(3,\)"):
         output_head(torch.zeros(8, 2), 30.0, never_drawn=(3,))
-
-
-def test_layers_hand_on_what_is_never_drawn():
-    """The head has the never-drawn ids that it was given, by default none."""
-    lm_head = SimpleNamespace(
-        quant_method=UnquantizedEmbeddingMethod(),
-        shard_indices=SimpleNamespace(org_vocab_start_index=0, org_vocab_end_index=8),
-        weight=torch.zeros(8, 2),
-        num_embeddings_per_partition=8,
-    )
-    processor = SimpleNamespace(scale=1.0, soft_cap=None, head_dtype=None)
-    model = SimpleNamespace(lm_head=lm_head, logits_processor=processor)
-    with mock.patch(
-        "vllm_diffusion.sampling.output_head.get_tensor_model_parallel_world_size", return_value=1
-    ):
-        assert head_of(model).never_drawn == ()
-        assert head_of(model, never_drawn=(3,)).never_drawn == (3,)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
