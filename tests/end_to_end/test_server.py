@@ -15,6 +15,7 @@ import httpx
 import openai
 import pytest
 
+from tests.end_to_end.test_tools import RECORD
 from tests.support.engines.server import MODEL, Server
 
 pytestmark = pytest.mark.engine
@@ -192,14 +193,6 @@ def test_plain_completion_echoes_its_prompt_with_logprobs(server: Server) -> Non
     assert len(choice.logprobs.token_logprobs) == 8
     assert choice.logprobs.token_logprobs[0] is None
     assert all(value <= 0.0 for value in choice.logprobs.token_logprobs[1:])
-
-
-RECORD = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "enum": ["ada", "bob"]}, "age": {"type": "integer"}},
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.engine import TracedEngine
+from tests.support.engines.engine import ASYNCHRONOUS_OFTEN, SYNCHRONOUS_OFTEN, TracedEngine
 from tests.support.models.prompts import random_prompt
 from tests.support.oracles.frames import EVERY_FIELD, Watched, steps_that_decided
 from vllm_diffusion.checkpoints import shipped_checkpoint
@@ -24,11 +24,7 @@ from tiny_tasks import evaluation_set
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture(
-    scope="module",
-    params=[False, pytest.param(True, marks=pytest.mark.slow)],
-    ids=["synchronous", "asynchronous"],
-)
+@pytest.fixture(scope="module", params=SYNCHRONOUS_OFTEN)
 def engine(request: pytest.FixtureRequest) -> Iterator[TracedEngine]:
     with TracedEngine(
         shipped_checkpoint(), async_scheduling=request.param, max_num_seqs=4, max_logprobs=-1
@@ -202,11 +198,7 @@ def test_log_probabilities_where_decided(engine: TracedEngine, prompts: list[lis
     assert got == pytest.approx(expected, abs=2e-3)
 
 
-@pytest.mark.parametrize(
-    "asynchronous",
-    [pytest.param(False, marks=pytest.mark.slow), True],
-    ids=["synchronous", "asynchronous"],
-)
+@pytest.mark.parametrize("asynchronous", ASYNCHRONOUS_OFTEN)
 def test_preempted(asynchronous: bool) -> None:
     """A preempted canvas begins anew with a mark, and what follows is unchanged."""
     num_requests = 8

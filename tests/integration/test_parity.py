@@ -35,23 +35,13 @@ def assert_same_steps(steps: list[StepRecord], run: OracleRun) -> None:
         assert error <= LOGIT_TOLERANCE, f"step {i}: logits differ by {error:.2e}"
 
 
-SETTINGS = {
-    "reference": {"attention": "reference"},
-    "triton": {"attention": "triton"},
-}
-
-
 @pytest.fixture(
-    scope="module",
-    params=[
-        "reference",
-        pytest.param("triton", marks=pytest.mark.slow),
-    ],
+    scope="module", params=["reference", pytest.param("triton", marks=pytest.mark.slow)]
 )
 def engine(checkpoint, request):
     """Return an engine with one of the attention kernels; an interpreted pass takes seconds."""
     with TracedEngine(
-        checkpoint, additional_config={"diffusion": SETTINGS[request.param]}
+        checkpoint, additional_config={"diffusion": {"attention": request.param}}
     ) as engine:
         yield engine
 

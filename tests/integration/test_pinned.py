@@ -11,7 +11,7 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.support.engines.engine import TracedEngine
+from tests.support.engines.engine import SYNCHRONOUS_OFTEN, TracedEngine
 from tests.support.models.checkpoints import SHIPPED
 from tests.support.oracles.frames import EVERY_FIELD, Watched
 
@@ -21,11 +21,7 @@ CANVAS = 32
 PROMPT = "What is 7+8?"
 
 
-@pytest.fixture(
-    scope="module",
-    params=[False, pytest.param(True, marks=pytest.mark.slow)],
-    ids=["synchronous", "asynchronous"],
-)
+@pytest.fixture(scope="module", params=SYNCHRONOUS_OFTEN)
 def engine(request: pytest.FixtureRequest) -> Iterator[TracedEngine]:
     with TracedEngine(
         SHIPPED, async_scheduling=request.param, max_num_seqs=8, max_logprobs=-1

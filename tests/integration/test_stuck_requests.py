@@ -11,7 +11,7 @@ from vllm import TokensPrompt
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.support.engines.engine import TracedEngine
+from tests.support.engines.engine import ASYNCHRONOUS_OFTEN, TracedEngine
 from tests.support.models.checkpoints import SHIPPED, random_checkpoint
 from tests.support.models.prompts import random_prompt
 from vllm_diffusion.scheduling.constrained_canvas import ConstrainedCanvas
@@ -92,11 +92,7 @@ def last_honest_answer(
     raise AssertionError(f"{core.get_num_unfinished_requests()} requests do not end")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(False, marks=pytest.mark.slow), True],
-    ids=["synchronous", "asynchronous"],
-)
+@pytest.fixture(scope="module", params=ASYNCHRONOUS_OFTEN)
 def engine(request):
     with TracedEngine(SHIPPED, async_scheduling=request.param, max_num_seqs=NUM_SLOTS) as engine:
         yield engine
@@ -312,11 +308,7 @@ def test_hostile_requests_do_not_starve_others(num_others, asynchronous, tmp_pat
 NUM_REQUESTS = 10
 
 
-@pytest.mark.parametrize(
-    "asynchronous",
-    [pytest.param(False, marks=pytest.mark.slow), True],
-    ids=["synchronous", "asynchronous"],
-)
+@pytest.mark.parametrize("asynchronous", ASYNCHRONOUS_OFTEN)
 def test_preempted_constraints(asynchronous: bool) -> None:
     """A constraint survives a preemption, also with a pass of its canvas on its way."""
     engine = TracedEngine(

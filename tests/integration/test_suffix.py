@@ -14,7 +14,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from attention_kernels.noise import Purpose, uniform_tokens
-from tests.support.engines.engine import TracedEngine
+from tests.support.engines.engine import SYNCHRONOUS_OFTEN, TracedEngine
 from tests.support.families import dream, run
 from tests.support.families import makers as tiny
 from tests.support.families.cases import CASES, Wanted, expected
@@ -72,10 +72,6 @@ WHOLE: dict[str, tuple[Callable[[], TinyModel], Loop, dict[str, Any]]] = {
     ),
     "dream": (tiny.dream, _dream, {"diffusion_max_steps": 12}),
 }
-ORDERS = [
-    pytest.param(False, id="synchronous"),
-    pytest.param(True, id="asynchronous", marks=pytest.mark.slow),
-]
 
 
 def params(num_tokens: int, suffix: str, **changes: Any) -> SamplingParams:
@@ -85,7 +81,7 @@ def params(num_tokens: int, suffix: str, **changes: Any) -> SamplingParams:
     return SamplingParams(**(given | changes))
 
 
-@pytest.mark.parametrize("is_asynchronous", ORDERS)
+@pytest.mark.parametrize("is_asynchronous", SYNCHRONOUS_OFTEN)
 @pytest.mark.parametrize("family", WHOLE)
 def test_whole_sequences(tmp_path: Path, family: str, is_asynchronous: bool) -> None:
     """In a batch the tokens are those of the published loop over a sequence with the suffix."""
@@ -127,7 +123,7 @@ def test_whole_sequences(tmp_path: Path, family: str, is_asynchronous: bool) -> 
     assert free != wanted[1], "what follows changes nothing"
 
 
-@pytest.fixture(scope="module", params=ORDERS)
+@pytest.fixture(scope="module", params=SYNCHRONOUS_OFTEN)
 def shipped(request: pytest.FixtureRequest) -> Iterator[TracedEngine]:
     """The shipped DiffusionGemma."""
     with TracedEngine(SHIPPED, async_scheduling=request.param, max_num_seqs=8) as engine:
@@ -161,7 +157,7 @@ def test_a_canvas(shipped: TracedEngine) -> None:
     assert all(len(answer.token_ids) == 2 for answer in twice)
 
 
-@pytest.mark.parametrize("is_asynchronous", ORDERS)
+@pytest.mark.parametrize("is_asynchronous", SYNCHRONOUS_OFTEN)
 def test_blocks(tmp_path: Path, is_asynchronous: bool) -> None:
     """In a block of SDAR, a suffix acts as pins at its positions after the prompt's tokens."""
     model = tiny.sdar(block_length=16)

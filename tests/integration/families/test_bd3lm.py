@@ -6,18 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engines.engine import TracedEngine
+from tests.support.engines.engine import ASYNCHRONOUS_OFTEN, TracedEngine
 from tests.support.families.cases import CASES, Wanted, expected
 from tests.support.families.model import prompt_of
 
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize(
-    "is_asynchronous",
-    [pytest.param(False, marks=pytest.mark.slow), True],
-    ids=["synchronous", "asynchronous"],
-)
+@pytest.mark.parametrize("is_asynchronous", ASYNCHRONOUS_OFTEN)
 def test_shared_prefixes(tmp_path: Path, is_asynchronous: bool) -> None:
     """Prompts share whole blocks only if their lengths have the same remainder."""
     case = CASES["a2d"]

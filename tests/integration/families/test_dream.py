@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.engine import TracedEngine
+from tests.support.engines.engine import SYNCHRONOUS_OFTEN, TracedEngine
 from tests.support.families import dream, run
 from tests.support.families import makers as tiny
 from tests.support.families.model import MASK_ID, TinyModel, prompt_of
@@ -24,13 +24,7 @@ def model() -> TinyModel:
     return tiny.dream()
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(False, id="synchronous"),
-        pytest.param(True, id="asynchronous", marks=pytest.mark.slow),
-    ],
-)
+@pytest.fixture(scope="module", params=SYNCHRONOUS_OFTEN)
 def engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TracedEngine]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engines.engine import TracedEngine
+from tests.support.engines.engine import ASYNCHRONOUS_OFTEN, TracedEngine
 from tests.support.families import makers as tiny
 from tests.support.families.cases import CASES, Case, Wanted, expected, mdlm_case
 from tests.support.families.model import prompt_of
@@ -32,11 +32,7 @@ WANTED = (
     Wanted(max_tokens=33, strategy="static", temperature=0.8, seed=4),
     Wanted(max_tokens=50, threshold=0.2, seed=5),
 )
-ORDERS = pytest.mark.parametrize(
-    "is_asynchronous",
-    [pytest.param(False, marks=pytest.mark.slow), True],
-    ids=["synchronous", "asynchronous"],
-)
+ORDERS = pytest.mark.parametrize("is_asynchronous", ASYNCHRONOUS_OFTEN)
 
 
 def assert_loops(case: Case, folder: Path, wanted: list[Wanted], is_asynchronous: bool) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.integration.families import test_linear_spec as nemotron
 from tests.integration.families.test_two_ways import OPTIONS, params, tokens_of
 from tests.support.counters.row_counts import RowCounter, RowCounts
-from tests.support.engines.engine import TracedEngine
+from tests.support.engines.engine import SYNCHRONOUS_OFTEN, TracedEngine
 from tests.support.families.model import prompt_of
 from tests.support.models.checkpoints import random_checkpoint
 from tests.support.oracles.gemma4 import encoder_as_gemma4, greedy_tokens, logits_of
@@ -20,7 +20,6 @@ from vllm_diffusion.metrics import request_metrics
 pytestmark = pytest.mark.engine
 
 WAYS = ("entropy_bound", "linear_spec", "autoregressive")
-ORDERS = [False, pytest.param(True, marks=pytest.mark.slow)]
 
 
 def chosen(way: str, **changes: Any) -> Any:
@@ -43,7 +42,7 @@ def options(is_async: bool, **settings: Any) -> dict[str, Any]:
     return OPTIONS | {"additional_config": {"diffusion": settings}, "async_scheduling": is_async}
 
 
-@pytest.fixture(scope="module", params=ORDERS, ids=["sync", "async"])
+@pytest.fixture(scope="module", params=SYNCHRONOUS_OFTEN)
 def engine(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[TracedEngine]:
     with TracedEngine(checkpoint, **options(request.param, rules=WAYS)) as served:
         yield served
@@ -112,7 +111,7 @@ def test_passes_of_each_way(engine: TracedEngine) -> None:
     assert drafted.passes == 1 + 2 * len(drafted.denoise_steps_per_canvas)
 
 
-@pytest.mark.parametrize("is_async", ORDERS, ids=["sync", "async"])
+@pytest.mark.parametrize("is_async", SYNCHRONOUS_OFTEN)
 def test_passes_of_diffusion(checkpoint: Path, is_async: bool) -> None:
     """Denoised requests take the passes, rows and tokens of a server without other ways."""
     prompts = [prompt_of(length, seed=length) for length in (3, 40, 70, 20)]
@@ -126,7 +125,7 @@ def test_passes_of_diffusion(checkpoint: Path, is_async: bool) -> None:
     assert found[0][0].denoised > 0
 
 
-@pytest.mark.parametrize("is_async", ORDERS, ids=["sync", "async"])
+@pytest.mark.parametrize("is_async", SYNCHRONOUS_OFTEN)
 def test_masked_model(tmp_path: Path, is_async: bool) -> None:
     """Denoised blocks next to causal tokens and drafts are those of a server of blocks alone."""
     model = nemotron.agreeing_model()

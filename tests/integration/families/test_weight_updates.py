@@ -6,23 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from tests.integration.families.test_parity import OPTIONS, Family
+from tests.integration.test_weight_updates import changed_weights, reload, written
 from tests.support.engines.engine import TracedEngine
 from tests.support.families.cases import CASES, Wanted, expected
 from tests.support.families.model import prompt_of
-from tests.support.models.checkpoints import SHIPPED, copy_checkpoint
+from tests.support.models.checkpoints import SHIPPED
 from tests.support.models.quantized import quantized_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
-
-
-def reload(engine: TracedEngine, folder: Path) -> None:
-    engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
-    engine.llm.reset_prefix_cache()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -48,15 +42,7 @@ def test_families(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("scheme", ["fp8-dynamic", "nvfp4"])
 def test_quantised(scheme: str, tmp_path: Path) -> None:
     """Layers transform reloaded packed weights and scales again, more than once."""
-    generator = torch.Generator().manual_seed(0)
-    other = copy_checkpoint(tmp_path / "other")
-    weights = {
-        name: tensor * (1 + 0.3 * torch.randn(tensor.shape, generator=generator))
-        if tensor.dim() > 1
-        else tensor
-        for name, tensor in load_file(SHIPPED / "model.safetensors").items()
-    }
-    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    other = written(tmp_path / "other", changed_weights(SHIPPED, 0), SHIPPED)
     folders = [
         quantized_checkpoint(tmp_path / f"quantised-{source.name}", scheme, source, num_prompts=2)
         for source in (SHIPPED, other)

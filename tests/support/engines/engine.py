@@ -10,12 +10,23 @@ from pathlib import Path
 from typing import Any, Self
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
 from attention_kernels.vocab_statistics import RowLogits
 from tests.support.engines.generate import run_batches, small_engine
 from vllm_diffusion.canvas.slots import Phase
+
+# Whether passes are scheduled asynchronously, with the order that runs without ``-m slow``.
+SYNCHRONOUS_OFTEN = [
+    pytest.param(False, id="synchronous"),
+    pytest.param(True, id="asynchronous", marks=pytest.mark.slow),
+]
+ASYNCHRONOUS_OFTEN = [
+    pytest.param(False, id="synchronous", marks=pytest.mark.slow),
+    pytest.param(True, id="asynchronous"),
+]
 
 
 @dataclass

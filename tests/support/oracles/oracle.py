@@ -32,8 +32,20 @@ class OracleRun:
     steps_per_canvas: list[int] = field(default_factory=list)
 
 
-class OurNoise:
-    """Stands in for ``torch.randint`` and ``torch.multinomial`` inside ``generate``.
+class Draws:
+    """Stands in for ``torch.randint`` and ``torch.multinomial`` inside ``generate``."""
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        with (
+            mock.patch("torch.randint", self.randint),
+            mock.patch("torch.multinomial", self.multinomial),
+        ):
+            yield
+
+
+class OurNoise(Draws):
+    """Draws with this package's noise.
 
     ``generate`` draws in a fixed order: a canvas's first tokens, then in each step candidates and
     new noise.
@@ -77,17 +89,9 @@ class OurNoise:
         )
         return (probs.log() + gumbel_noise(words)).argmax(dim=-1, keepdim=True)
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        with (
-            mock.patch("torch.randint", self.randint),
-            mock.patch("torch.multinomial", self.multinomial),
-        ):
-            yield
 
-
-class ForcedCanvases:
-    """Stands in for the same two functions, but leads ``generate`` through given canvases.
+class ForcedCanvases(Draws):
+    """Leads ``generate`` through given canvases.
 
     What is returned for candidates and for new noise alike is the next canvas, so it is that
     whatever was accepted.
@@ -109,14 +113,6 @@ class ForcedCanvases:
     def _next(self) -> Tensor:
         # After the last step of the last canvas there is none, and nobody looks.
         return self.canvases[min(self.index, len(self.canvases) - 1)]
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        with (
-            mock.patch("torch.randint", self.randint),
-            mock.patch("torch.multinomial", self.multinomial),
-        ):
-            yield
 
 
 class Oracle:
