@@ -12,21 +12,9 @@ from torch.overrides import TorchFunctionMode
 
 # They hand a value to the host, or a shape that depends on values.
 _READERS = {
-    "item",
-    "tolist",
-    "numpy",
-    "cpu",
-    "__bool__",
-    "__int__",
-    "__float__",
-    "__index__",
-    "__contains__",
-    "nonzero",
-    "masked_select",
-    "unique",
-    "equal",
-    "allclose",
-}
+    "item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__",
+    "__contains__", "nonzero", "masked_select", "unique", "equal", "allclose",
+}  # fmt: skip
 # What an index of Python numbers or a mask costs: a blocking copy, or a count.
 _INDEXERS = {"__getitem__", "__setitem__", "index_put_", "index_put"}
 

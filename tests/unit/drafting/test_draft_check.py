@@ -205,35 +205,28 @@ def test_what_stock_knows_is_left_to_it(changes: dict[str, Any]) -> None:
     assert vars(draft) == untouched
 
 
-@pytest.mark.parametrize("architecture", [ARCHITECTURE, STOCK_ARCHITECTURE])
+@pytest.mark.parametrize(
+    "architecture",
+    [ARCHITECTURE, STOCK_ARCHITECTURE, "DFlash2DraftModel", "Qwen3DFlash2DraftModel"],
+)
 @pytest.mark.parametrize("num_drafts", [7, 8])
-def test_more_drafts_than_it_was_trained_for(num_drafts: int, architecture: str) -> None:
-    """They are verified as all are; a warning has the number that fits."""
-    with mock.patch("vllm_diffusion.drafting.draft_check.logger.warning") as warning:
-        check_draft(configured(num_drafts=num_drafts, architectures=[architecture]))
-    lines = [call.args[0] % call.args[1:] for call in warning.call_args_list]
-    assert ["a block of 8" in line and line.endswith("to 7.") for line in lines] == [True] * (
-        num_drafts - 7
-    )
-
-
 @pytest.mark.parametrize(
-    "architecture", ["DFlash2DraftModel", "Qwen3DFlash2DraftModel", STOCK_ARCHITECTURE]
+    ("top", "nested"), [(8, None), (8, 8), (None, 8), (16, 8), (8, 16)], ids=str
 )
-@pytest.mark.parametrize(
-    ("top", "nested", "num_drafts"), [(8, 8, 7), (8, 8, 8), (None, 8, 8), (16, 8, 8), (8, 16, 8)]
-)
-def test_block_at_two_places(
-    architecture: str, top: int | None, nested: int, num_drafts: int
+def test_more_drafts_than_it_was_trained_for(
+    top: int | None, nested: int | None, num_drafts: int, architecture: str
 ) -> None:
-    """Turbo-dLLM and NeMo write a block's length beside ``dflash_config`` and in it; the shorter one bounds a draft."""
+    """More drafts than a block holds are verified as all are; a warning has the number that fits.
+
+    Turbo-dLLM and NeMo write a block's length next to ``dflash_config`` and in it; the shorter one
+    bounds a draft.
+    """
+    fields = dflash() if nested is None else dflash(block_size=nested)
+    config = configured(
+        num_drafts=num_drafts, architectures=[architecture], block_size=top, **fields
+    )
     with mock.patch("vllm_diffusion.drafting.draft_check.logger.warning") as warning:
-        fields = dflash(block_size=nested)
-        check_draft(
-            configured(
-                num_drafts=num_drafts, architectures=[architecture], block_size=top, **fields
-            )
-        )
+        check_draft(config)
     lines = [call.args[0] % call.args[1:] for call in warning.call_args_list]
     assert ["a block of 8" in line and line.endswith("to 7.") for line in lines] == [True] * (
         num_drafts - 7

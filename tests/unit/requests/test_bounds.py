@@ -164,6 +164,10 @@ def test_half_of_a_pair(field: str, options: dict[str, Any]) -> None:
     assert named == field
 
 
+# As text.
+DEEP = '{"a":' * 3000 + "1" + "}" * 3000
+
+
 def _nested(levels: int) -> Any:
     value: Any = 1
     for _ in range(levels):
@@ -181,36 +185,11 @@ def _nested(levels: int) -> Any:
         ({"request_id": "\ud800"}, "request_id", "surrogate"),
         ({"unknown": [2**64]}, "unknown", "64 bits"),
         (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "x", "schema": {"a": 2**70}},
-                }
-            },
+            {"response_format": {"json_schema": {"schema": {"a": 2**70}}}},
             "response_format",
             "64 bits",
         ),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [
-                            {
-                                "id": "1",
-                                "type": "function",
-                                "function": {
-                                    "name": "f",
-                                    "arguments": '{"a":' * 3000 + "1" + "}" * 3000,
-                                },
-                            }
-                        ],
-                    }
-                ]
-            },
-            "messages",
-            "nested",
-        ),
+        ({"messages": [{"tool_calls": [{"function": {"arguments": DEEP}}]}]}, "messages", "nested"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

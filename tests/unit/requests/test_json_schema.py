@@ -165,32 +165,17 @@ def test_keyword_is_followed_or_refused(keyword, i):
     assert not wrong
 
 
+COMMON = (
+    "type", "enum", "const", "allOf", "anyOf", "properties", "additionalProperties", "required",
+    "minProperties", "items", "prefixItems", "minItems", "maxItems", "minLength", "maxLength",
+    "pattern", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
+    "format",
+)  # fmt: skip
+
+
 def test_guidance_follows_the_common_keywords():
     """Common keywords are not refused, and their valid values are accepted."""
-    for keyword in [
-        "type",
-        "enum",
-        "const",
-        "allOf",
-        "anyOf",
-        "properties",
-        "additionalProperties",
-        "required",
-        "minProperties",
-        "items",
-        "prefixItems",
-        "minItems",
-        "maxItems",
-        "minLength",
-        "maxLength",
-        "pattern",
-        "minimum",
-        "maximum",
-        "exclusiveMinimum",
-        "exclusiveMaximum",
-        "multipleOf",
-        "format",
-    ]:
+    for keyword in COMMON:
         schema = BY_KEYWORD[keyword][0]
         assert refusal_of(schema) is None, keyword
         accepts, valid = accepts_of(schema), is_valid(schema)

@@ -13,31 +13,15 @@ from tests.support.models.checkpoints import SHIPPED
 from vllm_diffusion.families.diffusion_gemma.startup import check_config_numbers
 
 TEXT_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "global_head_dim",
-    "num_global_key_value_heads",
-    "num_experts",
-    "top_k_experts",
-    "vocab_size",
-    "sliding_window",
-    "max_position_embeddings",
-)
+    "hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "global_head_dim", "num_global_key_value_heads",
+    "num_experts", "top_k_experts", "vocab_size", "sliding_window", "max_position_embeddings",
+)  # fmt: skip
 VISION_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "patch_size",
-    "pooling_kernel_size",
-    "position_embedding_size",
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "patch_size", "pooling_kernel_size", "position_embedding_size",
     "default_output_length",
-)
+)  # fmt: skip
 
 
 def changed(folder: Path, section: str | None, **changes: Any) -> Any:
