@@ -34,6 +34,7 @@ from vllm_diffusion.requests.bounds import Problem
 from vllm_diffusion.requests.constraint import read_constraint
 from vllm_diffusion.requests.greedy_filters import noted_filters
 from vllm_diffusion.requests.refusals import failing_aloud, refuse
+from vllm_diffusion.weights.adapters.early_checks import check_request
 
 # Of log-probabilities that a server keeps until their tokens are emitted: room for each position of
 # each request's canvas, as wide as the widest request. A pass reports at most as many.
@@ -54,9 +55,10 @@ def install() -> None:
 
 @replaces_call(
     "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
-    reason="Stock refuses temperature, seed, min_p and every constraint, which our sampler honours, and "
-    "believes pictures of a refused request to be with the engine.",
-    until="A model's configuration may name the sampling parameters that its sampler honours.",
+    reason="Stock refuses temperature, seed, min_p and every constraint, which our sampler honours; believes pictures "
+    "of a refused request to be with the engine; and lets an adapter end it that can no longer be loaded.",
+    until="A model's configuration may name the sampling parameters that its sampler honours, and a worker that cannot "
+    "load an adapter refuses the request and not the batch.",
 )
 def _checking_canvases(
     stock: Any, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
@@ -80,6 +82,8 @@ def _checking_canvases(
             token_ids = (
                 prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
             ) or ()
+            # Both of vLLM's engines give it by name.
+            check_request(kwargs.get("lora_request"), model_config)
             _check_vocabulary(token_ids, model_config.get_vocab_size())
             if plan.spec is None:
                 _check_ordinary(params, self)

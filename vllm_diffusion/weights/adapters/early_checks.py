@@ -72,21 +72,15 @@ def check_command_line(rules: AdapterRules) -> None:
             raise ValueError(f"--lora-modules {name}={path}: {error}") from None
 
 
-def install() -> None:
-    """Check the adapter of a request, where a model has rules. Safe to call twice."""
-    _checked_before_queueing.install()
+def check_request(lora_request: Any, model_config: Any) -> None:
+    """Refuse a request whose adapter could not be loaded again, which would end the engine.
 
-
-@replaces_call(
-    "vllm.v1.engine.input_processor:InputProcessor._validate_lora",
-    reason="Refuses a request whose adapter could not be loaded again, which would end the engine.",
-    until="A worker that cannot load an adapter refuses the request and not the batch.",
-)
-def _checked_before_queueing(stock: Any, self: Any, lora_request: Any) -> None:
+    Raises:
+        VLLMValidationError: Naming the adapter and what is wrong with it.
+    """
     from vllm.exceptions import VLLMValidationError
 
-    stock(self, lora_request)
-    rules = rules_of(self.model_config)
+    rules = rules_of(model_config)
     if lora_request is None or rules is None:
         return
     try:
@@ -131,7 +125,6 @@ def adapter_rules(vllm_config: VllmConfig, tensors: TensorRules) -> AdapterRules
         largest=torch.finfo(lora_config.lora_dtype).max,
     )
     check_command_line(rules)
-    install()
     return rules
 
 
