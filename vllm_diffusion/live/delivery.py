@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from vllm.v1.engine import FinishReason
-from vllm.v1.engine.output_processor import RequestState
+from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
 from vllm_diffusion.canvas.messages import RequestReport
 from vllm_diffusion.canvas.predictions import FollowedText
@@ -32,7 +32,6 @@ WHERE_FRAMES_ARE = (
 def install() -> None:
     """Take reports out of the engine's outputs before vLLM sees them. Safe to call twice."""
     _with_inbox.install()
-    _taking_reports.install()
 
 
 class ReportedAnswer:
@@ -154,12 +153,37 @@ class ReportedState(RequestState):
         return output
 
 
+class ReportingProcessor(OutputProcessor):
+    """vLLM's processor of the engine's outputs, which takes frames, step maps and counters out of them."""
+
+    def process_outputs(self, engine_core_outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
+        of_vllm = []
+        for output in engine_core_outputs:
+            report = output.routed_experts
+            if report is not None and not RequestReport.is_in(report):
+                # Of another model of this process: vLLM hands on which experts its tokens had.
+                of_vllm.append(output)
+                continue
+            output.routed_experts = None
+            state: Any = self.request_states.get(output.request_id)
+            if report is not None and state is not None:
+                state.take(RequestReport.decode(report), output)
+            # vLLM has none in which nothing happened: it is a report alone.
+            if report is None or output.new_token_ids or output.finish_reason is not None:
+                of_vllm.append(output)
+        return super().process_outputs(of_vllm, *args, **kwargs)
+
+
 @replaces_call(
     "vllm.v1.engine.output_processor:OutputProcessor.add_request",
-    reason="Opens the inbox of a request that asks for frames, and its queue.",
+    reason="Opens the inbox and the queue of a request that asks for frames, and gives the processor the class that takes "
+    "reports out of the engine's outputs.",
     until="EngineCoreOutput has a field for a plugin's payload, and OutputProcessor hands it to a listener.",
 )
 def _with_inbox(stock: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    if type(self) is OutputProcessor:
+        # It exists before this package sees it, but no request does.
+        self.__class__ = ReportingProcessor
     params = request.sampling_params
     if params is not None:
         # Nothing changes them any more: vLLM's next step is to send them.
@@ -187,28 +211,3 @@ def _with_inbox(stock: Any, self: Any, request: Any, *args: Any, **kwargs: Any) 
     if not isinstance(state, ReportedState):
         state = ReportedState(state, arguments, inbox, prompt_index)
         self.request_states[request.request_id] = state
-
-
-@replaces_call(
-    "vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
-    reason="Takes frames, step maps and counters out of the engine's outputs.",
-    until="EngineCoreOutput has a field for a plugin's payload, and OutputProcessor hands it to a listener.",
-)
-def _taking_reports(
-    stock: Any, self: Any, engine_core_outputs: list[Any], *args: Any, **kwargs: Any
-) -> Any:
-    of_vllm = []
-    for output in engine_core_outputs:
-        report = output.routed_experts
-        if report is not None and not RequestReport.is_in(report):
-            # Of another model of this process: vLLM hands on which experts its tokens had.
-            of_vllm.append(output)
-            continue
-        output.routed_experts = None
-        state = self.request_states.get(output.request_id)
-        if report is not None and state is not None:
-            state.take(RequestReport.decode(report), output)
-        # vLLM has none in which nothing happened: it is a report alone.
-        if report is None or output.new_token_ids or output.finish_reason is not None:
-            of_vllm.append(output)
-    return stock(self, of_vllm, *args, **kwargs)

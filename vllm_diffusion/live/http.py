@@ -39,6 +39,7 @@ from vllm_diffusion.requests.arguments import parse_shown
 from vllm_diffusion.requests.http import (
     DETAILS,
     CheckedClient,
+    SuffixesInCanvases,
     check_characters,
     check_fields,
     read_body,
@@ -490,6 +491,9 @@ def install() -> None:
 async def _serving_canvases(stock: Any, engine_client: Any, state: Any, args: Any) -> None:
     if type(engine_client) is AsyncLLM:
         engine_client.__class__ = CheckedClient
+    if spec_of(engine_client.model_config) is not None:
+        renderer, of_vllm = engine_client.renderer, type(engine_client.renderer)
+        renderer.__class__ = type(of_vllm.__name__, (SuffixesInCanvases, of_vllm), {})
     for name, cls in ENDPOINTS.items():
         served = getattr(state, name, None)
         # What the server does not offer is None. Other objects of the server hold this one, so it

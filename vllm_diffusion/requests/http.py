@@ -20,6 +20,7 @@ from PIL.Image import DecompressionBombError
 from prometheus_client import Counter
 from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.logger import init_logger
+from vllm.renderers.base import BaseRenderer
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -52,7 +53,6 @@ _counted: set[str] = set()
 def install() -> None:
     """Put the door into servers of this process. Safe to call twice."""
     _with_door.install()
-    _leaving_out_suffixes.install()
     _reading_instant.install()
 
 
@@ -310,7 +310,7 @@ def read_body(request: Any, model_config: Any, unknown: Mapping[str, Any] | None
 
 
 def _suffix_arguments(request: Any, suffix: Any, model_config: Any) -> dict[str, Any]:
-    """Return the argument for a suffix of the completions' endpoint, which vLLM's hook leaves out of the prompt."""
+    """Return the argument for a suffix of the completions' endpoint, which :class:`SuffixesInCanvases` leaves out of the prompt."""
     if "suffix" not in type(request).model_fields:
         refuse(
             "suffix",
@@ -324,13 +324,11 @@ def _suffix_arguments(request: Any, suffix: Any, model_config: Any) -> dict[str,
     return {"diffusion_suffix": suffix}
 
 
-@replaces_call(
-    "vllm.renderers.base:BaseRenderer.render_completion_suffix",
-    reason="A suffix stands in the canvas after the answer, and not in the prompt.",
-    until="vLLM hands a suffix to models that take it beside their prompt.",
-)
-def _leaving_out_suffixes(stock: Any, self: Any, prompt: str, suffix: str) -> str | None:
-    return stock(self, prompt, suffix) if spec_of(self.model_config) is None else prompt
+class SuffixesInCanvases(BaseRenderer):
+    """Base of a server's renderer: a suffix stands in the canvas after the answer, and not in the prompt."""
+
+    def render_completion_suffix(self, prompt: str, suffix: str) -> str | None:
+        return prompt
 
 
 def check_characters(request: Any, most: int) -> None:

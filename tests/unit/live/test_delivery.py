@@ -33,8 +33,7 @@ def processed(
     monkeypatch.setattr(
         OutputProcessor, "process_outputs", lambda self, outputs: seen.extend(outputs)
     )
-    delivery._taking_reports.install()
-    processor = object.__new__(OutputProcessor)
+    processor = object.__new__(delivery.ReportingProcessor)
     processor.request_states = {output.request_id: (state := _State())}  # type: ignore[dict-item]
     processor.process_outputs([output])
     return seen, state
