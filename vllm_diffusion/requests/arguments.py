@@ -29,18 +29,10 @@ PROMPT = "prompt"
 _PARSED = "vllm_diffusion"
 FRAME_FIELDS = ("token_ids", "tokens", "kept", "entropy")
 _NAMES: tuple[str, ...] = (
-    "diffusion_max_steps",
-    "diffusion_canvas_length",
-    "diffusion_seed_canvas",
-    "diffusion_pinned",
-    "diffusion_suffix",
-    "diffusion_prediction",
-    "diffusion_read_only",
-    "diffusion_constrained",
-    "diffusion_frames",
-    "diffusion_frame_fields",
-    "diffusion_step_map",
-    "diffusion_trace",
+    *("diffusion_max_steps", "diffusion_canvas_length", "diffusion_seed_canvas"),
+    *("diffusion_pinned", "diffusion_suffix", "diffusion_prediction", "diffusion_read_only"),
+    *("diffusion_constrained", "diffusion_frames", "diffusion_frame_fields"),
+    *("diffusion_step_map", "diffusion_trace"),
 )
 
 # Names of arguments in publishers' loops, to ours. Ignored, they would give another answer than the loop.

@@ -23,71 +23,26 @@ NOTES = frozenset(
     ["$schema", "$id", "id", "$anchor", "$defs", "definitions", "$comment", "$vocabulary"]
 )
 # What llguidance has no grammar for.
-_UNKNOWN = frozenset(
+UNFOLLOWED = frozenset(
     [
-        "not",
-        "if",
-        "then",
-        "else",
-        "dependentRequired",
-        "dependentSchemas",
-        "dependencies",
-        "uniqueItems",
-        "contains",
-        "minContains",
-        "maxContains",
-        "propertyNames",
-        "unevaluatedItems",
-        "unevaluatedProperties",
-        "$dynamicRef",
-        "$dynamicAnchor",
-        "$recursiveRef",
-        "$recursiveAnchor",
+        *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"),
+        *("uniqueItems", "contains", "minContains", "maxContains", "propertyNames"),
+        *("unevaluatedItems", "unevaluatedProperties"),
+        *("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"),
     ]
 )
-CONSTRAINING = _UNKNOWN | frozenset(
-    [
-        "type",
-        "enum",
-        "const",
-        "$ref",
-        "allOf",
-        "anyOf",
-        "oneOf",
-        "properties",
-        "patternProperties",
-        "additionalProperties",
-        "required",
-        "minProperties",
-        "maxProperties",
-        "items",
-        "prefixItems",
-        "additionalItems",
-        "minItems",
-        "maxItems",
-        "minLength",
-        "maxLength",
-        "pattern",
-        "format",
-        "minimum",
-        "maximum",
-        "exclusiveMinimum",
-        "exclusiveMaximum",
-        "multipleOf",
-    ]
-)
+CONSTRAINING = UNFOLLOWED | {
+    *("type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf"),
+    *("properties", "patternProperties", "additionalProperties", "required"),
+    *("minProperties", "maxProperties"),
+    *("items", "prefixItems", "additionalItems", "minItems", "maxItems"),
+    *("minLength", "maxLength", "pattern", "format"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+}
 _APPLICATORS = frozenset(
     [
-        "$ref",
-        "$dynamicRef",
-        "$recursiveRef",
-        "allOf",
-        "anyOf",
-        "oneOf",
-        "not",
-        "if",
-        "dependentSchemas",
-        "dependencies",
+        *("$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "not", "if"),
+        *("dependentSchemas", "dependencies"),
     ]
 )
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
@@ -119,7 +74,7 @@ def guided_schema(schema: Any, white_space: str = _ONE_SPACE) -> str:
     """
     plain = plain_schema(schema)
     for part in parts_of(plain):
-        keyword = next((key for key in part if key in _UNKNOWN), None) or large_integer(part)
+        keyword = next((key for key in part if key in UNFOLLOWED), None) or large_integer(part)
         if keyword is not None:
             raise SchemaError(f"{place_of(plain, part)}/{keyword} is not supported")
     separators = {"item_separator": f",{white_space}", "key_separator": f":{white_space}"}

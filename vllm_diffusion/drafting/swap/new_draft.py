@@ -43,25 +43,12 @@ if TYPE_CHECKING:
 _RESTART = "restart the server with it"
 # Fields that vLLM's layers are built from.
 _OF_MODEL = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "rms_norm_eps",
-    "attention_bias",
-    "vocab_size",
-    "target_hidden_size",
-    "is_neox_style",
-    "logit_scale",
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "attention_bias"),
+    *("vocab_size", "target_hidden_size", "is_neox_style", "logit_scale"),
 )
 _OF_DFLASH = (
-    "mask_token_id",
-    "target_layer_ids",
-    "attention_sink_bias",
-    "attention_value_scale",
+    *("mask_token_id", "target_layer_ids", "attention_sink_bias", "attention_value_scale"),
     "use_aux_hidden_state",
 )
 # vLLM's default, which differs from that of transformers.

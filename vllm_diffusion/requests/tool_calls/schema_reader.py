@@ -14,7 +14,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_diffusion.requests.json_schema import CONSTRAINING, SchemaError, plain_schema
+from vllm_diffusion.requests.json_schema import (
+    CONSTRAINING,
+    UNFOLLOWED,
+    SchemaError,
+    plain_schema,
+)
 from vllm_diffusion.requests.tool_calls.call_values import json_types
 from vllm_diffusion.requests.tool_calls.leaf_values import (
     UnwritableError,
@@ -43,28 +48,9 @@ class NoValueError(ToolSchemaError):
 
 _TYPES = frozenset(["null", "boolean", "integer", "number", "string", "array", "object"])
 # Keywords that the grammar does not follow. A strict tool is refused for them.
-_UNFOLLOWED = frozenset(
-    [
-        "uniqueItems",
-        "contains",
-        "minContains",
-        "maxContains",
-        "minProperties",
-        "maxProperties",
-        "propertyNames",
-        "patternProperties",
-        "dependentRequired",
-        "dependentSchemas",
-        "dependencies",
-        "not",
-        "if",
-        "then",
-        "else",
-        "unevaluatedProperties",
-        "unevaluatedItems",
-        "additionalItems",
-    ]
-)
+_UNFOLLOWED = UNFOLLOWED | {
+    *("minProperties", "maxProperties", "patternProperties", "additionalItems"),
+}
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 # The reader splits keys at the colon and values at the comma, and counts brackets.
 _BARE_KEY = re.compile(r"[^\s:,{}\[\]<](?:[^:,{}\[\]<\r\n]*[^\s:,{}\[\]<])?")

@@ -252,6 +252,7 @@ NESTED = functools.reduce(lambda inner, _: [inner], range(40), [])
     ("schema", "words"),
     [
         ({"type": "array", "uniqueItems": True}, "uniqueItems cannot be enforced"),
+        ({"$dynamicRef": "#node"}, "dynamicRef cannot be enforced"),
         ({"type": "string", "pattern": "(?=a)b"}, "a.pattern"),
         ({"type": "string", "pattern": "^a$|b"}, "a.pattern"),
         ({"type": "string", "pattern": "^<$"}, "a.pattern"),
