@@ -51,10 +51,10 @@ class RowsShape:
     adjusted: bool = False
     hidden: int = 16
 
-    def logits(self, device: torch.device, spread: float = 12.0) -> RowLogits:
+    def logits(self, device: torch.device) -> RowLogits:
         """Random logits before the cap, with their adjustments."""
         generator = torch.Generator().manual_seed(3)
-        projected = torch.randn(self.num_rows, self.num_ids, generator=generator) * spread
+        projected = torch.randn(self.num_rows, self.num_ids, generator=generator) * 12
         adjustments = None
         if self.adjusted:
             made = make_adjustments(self.num_rows, self.num_ids, generator)

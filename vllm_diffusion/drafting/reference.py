@@ -70,7 +70,6 @@ def propose(
     target: PreTrainedModel,
     anchor: int,
     *,
-    num_proposals: int | None = None,
     steps: int = 1,
     schedule: str = "cosine",
     order: str = CONFIDENCE,
@@ -81,17 +80,16 @@ def propose(
         context: Cache of the positions before the anchor.
         target: Model whose embedding and head the draft uses.
         anchor: Token at position ``context.length``.
-        num_proposals: Number of masks; by default those of a whole block.
         steps: Number of passes over the block.
         schedule: Number of masks that each pass reveals (:func:`unmask_counts`).
         order: Order in which masks are revealed (:func:`revealed`).
 
     Returns:
-        The proposals, [num_proposals], int64, and the logits of the pass that revealed each,
-        [num_proposals, vocab_size]; the mask token's are minus infinity.
+        The proposals of a whole block, [num_proposals], int64, and the logits of the pass that
+        revealed each, [num_proposals, vocab_size]; the mask token's are minus infinity.
     """
     draft, start = context.draft, context.length
-    K = draft.block_size - 1 if num_proposals is None else num_proposals
+    K = draft.block_size - 1
     embed, head = target.get_input_embeddings(), target.get_output_embeddings()
     device = embed.weight.device
     block = torch.full((1, K + 1), draft.mask_token_id, device=device)

@@ -331,8 +331,8 @@ class ReferenceDraft(nn.Module):
         return self.norm(rows)
 
 
-def load_draft(folder: str | Path, dtype: torch.dtype = torch.float32) -> ReferenceDraft:
-    """Load a draft in z-lab's layout, for inference.
+def load_draft(folder: str | Path) -> ReferenceDraft:
+    """Load a draft in z-lab's layout, for inference in float32.
 
     Raises:
         ValueError: If it is no folder of files, or its tensors are not those of its configuration.
@@ -340,7 +340,7 @@ def load_draft(folder: str | Path, dtype: torch.dtype = torch.float32) -> Refere
     folder = Path(folder)
     if problem := why_not_folder(folder):
         raise ValueError(f"{folder} {problem}.")
-    draft = ReferenceDraft(Qwen3Config.from_pretrained(folder)).to(dtype)
+    draft = ReferenceDraft(Qwen3Config.from_pretrained(folder)).float()
     tensors: dict[str, Tensor] = {}
     for path in weight_files(folder):
         tensors |= load_file(path)

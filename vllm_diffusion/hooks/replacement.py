@@ -54,18 +54,6 @@ class Replacement:
                 _stock[target] = stock
                 _placed[target] = self._put(owner, name, arguments)
 
-    def install_on(self, instance: Any, *arguments: Any) -> None:
-        """Put ours in the place of one instance's method. Safe to call twice.
-
-        Args:
-            instance: An object of the target's class; the class stays as it is.
-            arguments: Passed on to ``make`` after what was there.
-        """
-        (target,) = self.targets
-        name = target.rpartition(".")[2]
-        if not hasattr(getattr(instance, name), _MARK):
-            self._put(instance, name, arguments)
-
     def _put(self, owner: Any, name: str, arguments: tuple[Any, ...]) -> Any:
         stock = getattr(owner, name)
         ours = self.make(stock, *arguments)

@@ -7,12 +7,10 @@ one of them, the canonical name.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-
-_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(gate_proj|up_proj|down_proj)(?:\..*)?$")
 
 Shape = tuple[int, ...]
 
@@ -82,11 +80,6 @@ def split_experts(shapes: dict[str, Shape]) -> dict[str, Shape]:
             for part, size in parts.items():
                 split[f"{stem}.{idx}.{part}.weight"] = size
     return split
-
-
-def has_split_experts(names: Iterable[str]) -> bool:
-    """Return true if any of these names belongs to a single expert."""
-    return any(_EXPERT.match(name) for name in names)
 
 
 class BodyTensors(TensorRules):

@@ -70,17 +70,3 @@ def test_install_value_twice(engine: Any) -> None:
     engine.PREFIXES = ("c",)
     longer.install()
     assert engine.PREFIXES == ("c", "b")
-
-
-def test_install_on_instance(engine: Any) -> None:
-    """The method of one object is replaced once, and that of no other object."""
-
-    @replaces("engine:Runner.sample", reason="Test.", until="Test.")
-    def doubling(stock: Callable[..., int]) -> Callable[..., int]:
-        return lambda rows: 2 * stock(rows)
-
-    runner = engine.Runner()
-    for _ in range(2):
-        doubling.install_on(runner)
-        assert runner.sample(3) == 6
-    assert engine.Runner().sample(3) == 3
