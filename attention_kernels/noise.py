@@ -25,8 +25,8 @@ _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _NUM_ROUNDS = 10
 _LOW_32 = 0xFFFFFFFF
-# No Gumbel noise of 32 random bits lies outside: 33 log(2) = 22.88 and -log(24 log(2)) = -2.812, with
-# room for how a device rounds its logarithms.
+# No Gumbel noise of 32 random bits lies outside: 33 log(2) = 22.88 and -log(24 log(2)) = -2.812,
+# with room for how a device rounds its logarithms.
 LARGEST_NOISE, SMALLEST_NOISE = 23.0, -2.9
 
 

@@ -38,7 +38,9 @@ class CanvasBatch:
         max_seq_len: int | None = None,
         scales: tuple[float | Tensor, float | Tensor] | tuple[()] = (),
     ) -> tuple[Tensor, PagedCache, Sequences, AttentionOptions]:
-        """Arguments of ``canvas_attention``, with the bounds of its sequences and an FP8 cache's scales."""
+        """Arguments of ``canvas_attention``, with the bounds of its sequences and an FP8 cache's
+        scales.
+        """
         sequences = Sequences(
             self.block_table,
             self.query_start_loc,
@@ -75,7 +77,8 @@ def make_canvas_batch(
     device: str = "cpu",
     seed: int = 0,
 ) -> CanvasBatch:
-    """Make a batch of random sequences on scattered blocks, with all memory that is not live poisoned.
+    """Make a batch of random sequences on scattered blocks, with all memory that is not live
+    poisoned.
 
     Args:
         query_lens: Query rows of each sequence.
@@ -212,7 +215,9 @@ def make_adjustments(rows: int, vocab_size: int, generator: torch.Generator) -> 
 def assert_within_error_budget(
     actual: Tensor, same_dtype_ref: Tensor, fp64_ref: Tensor, name: str, factor: float = 2.0
 ) -> None:
-    """Assert that a result is as close to fp64 as plain PyTorch in the same dtype, up to a factor."""
+    """Assert that a result is as close to fp64 as plain PyTorch in the same dtype, up to a
+    factor.
+    """
     assert torch.isfinite(actual).all(), f"{name}: non-finite values"
     if fp64_ref.numel() == 0:
         return

@@ -2,10 +2,10 @@
 
     --worker-extension-cls awake_experts.WorkerExtension --hf-overrides.awake_experts 84
 
-vLLM's dummy weights wake all of them, so that a pass reads more than one of a trained checkpoint. With these options of
-``vllm serve``, ours and stock's, all experts of a router but ``awake_experts`` have no weights: their scores are zero, and
-those that are chosen are above it. The folder of this file has to be on ``PYTHONPATH``: a worker imports it before it loads a
-model.
+vLLM's dummy weights wake all of them, so that a pass reads more than one of a trained checkpoint.
+With these options of ``vllm serve``, ours and stock's, all experts of a router but
+``awake_experts`` have no weights: their scores are zero, and those that are chosen are above it.
+The folder of this file has to be on ``PYTHONPATH``: a worker imports it before it loads a model.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
 
 A GPU replays each implementation from a graph, as it is served. Without one, layers of toy size run
 through Triton's interpreter, which shows that the script works and nothing else. Prints, for each
-shape and implementation, the median time and its spread, the ratio to ours, and bytes and operations
-per second against limits measured in the same run. A peer runs only where it computes the same mask,
-and its output is compared with ours before it is timed.
+shape and implementation, the median time and its spread, the ratio to ours, and bytes and
+operations per second against limits measured in the same run. A peer runs only where it computes
+the same mask, and its output is compared with ours before it is timed.
 """
 
 import argparse

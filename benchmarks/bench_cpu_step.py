@@ -2,8 +2,8 @@
 
     python benchmarks/bench_cpu_step.py [--requests 1] [--steps 200]
 
-Runs the shipped checkpoint through the real engine in this process, and times its stages, each without the
-stages inside it.
+Runs the shipped checkpoint through the real engine in this process, and times its stages, each
+without the stages inside it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def main() -> None:
         limit_mm_per_prompt={"image": 0, "video": 0, "audio": 0},
     )
     engine = llm.llm_engine
-    # At which no token is likely: each canvas takes all its steps, and no answer ends while steps are timed.
+    # At which no token is likely: each canvas takes all its steps, and no answer ends while steps
+    # are timed.
     hot = {"diffusion_t_max": 20.0, "diffusion_t_min": 20.0}
     for index in range(arguments.requests):
         engine.add_request(

@@ -4,8 +4,8 @@
     python benchmarks/bench_decisions.py --clients 1 --questions 1 8 --texts 8 --rounds 5
 
 Both serve the same checkpoint on the same platform at once and take turns, round by round, on texts
-that neither has seen, with so many questions about each, in a canvas each or all on one. Each client asks
-about one text after another. A pass is counted by vLLM's own log of its iterations.
+that neither has seen, with so many questions about each, in a canvas each or all on one. Each
+client asks about one text after another. A pass is counted by vLLM's own log of its iterations.
 """
 
 from __future__ import annotations

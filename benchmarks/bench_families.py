@@ -5,14 +5,15 @@
     python benchmarks/bench_families.py --family sdar --width 1024 --layers 8 --tokens 16
     python benchmarks/bench_families.py --family sdar --profile
 
-Checkpoints with random weights, on this machine; greedy, so that both give the same tokens, which is
-checked. The loop is the published one in plain PyTorch, one request after another (each is batch 1 as
-published), with a KV cache: a call computes the rows behind the longest prefix of whole blocks that it
-computed before. The engine gets all requests at once. By default a model has three layers of width 96,
-whose passes are host overhead; ``--width`` and ``--layers`` make one whose passes are arithmetic.
+Checkpoints with random weights, on this machine; greedy, so that both give the same tokens, which
+is checked. The loop is the published one in plain PyTorch, one request after another (each is batch
+1 as published), with a KV cache: a call computes the rows behind the longest prefix of whole blocks
+that it computed before. The engine gets all requests at once. By default a model has three layers
+of width 96, whose passes are host overhead; ``--width`` and ``--layers`` make one whose passes are
+arithmetic.
 
-``--profile`` prints where the engine's time goes instead: milliseconds a pass by stage, each without
-the stages inside it.
+``--profile`` prints where the engine's time goes instead: milliseconds a pass by stage, each
+without the stages inside it.
 """
 
 from __future__ import annotations
@@ -120,7 +121,9 @@ def profile(llm: Any, asked: list[Any], params: Any, data: Rows, **columns: Any)
 
 
 def sizes(width: int | None, layers: int | None) -> dict[str, int]:
-    """What a model of that width and depth has otherwise than the tiny one; nothing without them."""
+    """What a model of that width and depth has otherwise than the tiny one; nothing without
+    them.
+    """
     changed: dict[str, int] = {}
     if width is not None:
         heads = width // HEAD_DIM

@@ -3,10 +3,10 @@
     python benchmarks/bench_noise.py
     python benchmarks/bench_noise.py --block 64 --prompts 60
 
-The shipped checkpoint answers held-out prompts of its tasks through the engine. For each row of each step
-ids are counted that cannot become its candidate whatever noise they get, and blocks of ids of which none
-can: those the Triton kernel leaves out. Its blocks have 1,024 ids, of 262,144; the vocabulary here
-is smaller than one of them, so blocks are smaller too.
+The shipped checkpoint answers held-out prompts of its tasks through the engine. For each row of
+each step ids are counted that cannot become its candidate whatever noise they get, and blocks of
+ids of which none can: those the Triton kernel leaves out. Its blocks have 1,024 ids, of 262,144;
+the vocabulary here is smaller than one of them, so blocks are smaller too.
 """
 
 from __future__ import annotations

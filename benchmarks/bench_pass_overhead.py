@@ -1,11 +1,13 @@
-"""What a pass asks of the CUDA driver and of the host: ours and stock's class, on a GPU that computes nothing.
+"""What a pass asks of the CUDA driver and of the host: ours and stock's class, on a GPU that
+computes nothing.
 
     python benchmarks/bench_pass_overhead.py
 
-Both serve the shipped checkpoint on vLLM's CUDA platform and the null GPU (``tests/null_gpu``), with their
-graphs captured. Counted are passes in which every request denoises its canvas. A graph is one launch, whatever
-is in it; the backbone is one graph on both sides. The host's time is that of the engine's thread in a whole
-pass, kernels taking none, in units of one of PyTorch's smallest operations, so that machines can be compared.
+Both serve the shipped checkpoint on vLLM's CUDA platform and the null GPU (``tests/null_gpu``),
+with their graphs captured. Counted are passes in which every request denoises its canvas. A graph
+is one launch, whatever is in it; the backbone is one graph on both sides. The host's time is that
+of the engine's thread in a whole pass, kernels taking none, in units of one of PyTorch's smallest
+operations, so that machines can be compared.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from tests.support.models.checkpoints import SHIPPED
 from tests.support.null_gpu.counts import counts_of, summary
 from tests.support.null_gpu.processes import NullGpu
 
-# Environment and options of each side's engine. FlashAttention-4 has a CUDA runtime that a null GPU lacks.
+# Environment and options of each side's engine. FlashAttention-4 has a CUDA runtime that a null GPU
+# lacks.
 SIDES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "ours": ({}, {}),
     "stock": ({"VLLM_DIFFUSION_DISABLE": "1"}, {"attention_backend": "TRITON_ATTN"}),

@@ -9,7 +9,8 @@ answers of one canvas and of several, alone and in a batch. A pass is counted wh
 schedules one. Stock's own class runs on the same platform, and draws its own noise.
 
 With ``--load`` the same 64 prompts are served 1, 8 and 32 at a time, and rows are counted for each
-token of the answers (``tests/support/counters/row_counts.py``). Padding is what the graphs of a GPU would add.
+token of the answers (``tests/support/counters/row_counts.py``). Padding is what the graphs of a GPU
+would add.
 """
 
 from __future__ import annotations

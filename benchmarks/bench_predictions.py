@@ -3,10 +3,11 @@
     python benchmarks/bench_predictions.py
     python benchmarks/bench_predictions.py --words 40 80 --prompts 4 --checkpoint COPIER
 
-Each prompt asks for a bullet list of words, which the prompt has; a word takes some seven tokens of the answer. Its
-prediction is the list before an edit: the same, with another word, without a line, with its last line first, or of
-other words. Passes are those in which a request has rows; answers are right if they are the list that was asked for.
-The shipped weights copy some ten words. COPIER is what ``examples/checkpoints/train_tiny_copier.py`` makes of them.
+Each prompt asks for a bullet list of words, which the prompt has; a word takes some seven tokens of
+the answer. Its prediction is the list before an edit: the same, with another word, without a line,
+with its last line first, or of other words. Passes are those in which a request has rows; answers
+are right if they are the list that was asked for. The shipped weights copy some ten words. COPIER
+is what ``examples/checkpoints/train_tiny_copier.py`` makes of them.
 """
 
 from __future__ import annotations

@@ -7,13 +7,13 @@
     python benchmarks/bench_sampler.py --two-streams        # a tile projected beside the one before
 
 Stock vLLM projects all rows, caps them in float32, reads them for its statistics and multiplies the
-probabilities with the embedding; ours streams the vocabulary (docs/develop/architecture.md). Both get the
-same rows and the same weights, and the entropies and argmaxes are compared before anything is
-timed. Peak memory is what a call adds: of the allocator on a GPU, counted from tensors on a CPU.
+probabilities with the embedding; ours streams the vocabulary (docs/develop/architecture.md). Both
+get the same rows and the same weights, and the entropies and argmaxes are compared before anything
+is timed. Peak memory is what a call adds: of the allocator on a GPU, counted from tensors on a CPU.
 
-On a GPU serving replays ours as a graph where nobody asks for settings: "ms, graph" is that replay's
-time, "ms" the eager call's, in which the host may be what is measured. Without vLLM, stock's column
-is empty and ours is compared with the same written plainly.
+On a GPU serving replays ours as a graph where nobody asks for settings: "ms, graph" is that
+replay's time, "ms" the eager call's, in which the host may be what is measured. Without vLLM,
+stock's column is empty and ours is compared with the same written plainly.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
 """Tokens a second and first-token times of ``vllm serve``, ours and stock, by ``vllm bench serve``.
 
-    python benchmarks/bench_serve.py                       # one NVIDIA GPU: the 26B shape, dummy weights, FP8
-    python benchmarks/bench_serve.py --model PATH --concurrency 1 8
-    python benchmarks/bench_serve.py --model benchmarks/configs/sdar-8b --sides ours --steps 2
+    python benchmarks/bench_serve.py                       # one NVIDIA GPU: the 26B shape, dummy
+    weights, FP8 python benchmarks/bench_serve.py --model PATH --concurrency 1 8 python
+    benchmarks/bench_serve.py --model benchmarks/configs/sdar-8b --sides ours --steps 2
 
-Three servers take turns: ours, stock as it comes, and stock tuned; each answers every ``--concurrency``
-with prompts of every ``--input-len``. With ``--together`` all of them run at once and are asked in turns,
-where a GPU has the memory: ``--options='--kv-cache-memory-bytes 5368709120 --max-num-seqs 8'``. Families that stock
-does not have are served by ours alone, and so are DiffusionGemma's other ways (``--sides ours autoregressive``).
-Each canvas takes exactly ``--steps`` denoising steps and answers ignore their end, so that all do the
-same work. Without a GPU the shipped checkpoint is served at small settings, which shows that the
-script works and nothing else. ``bench_routing.py`` says which experts such answers touch.
+Three servers take turns: ours, stock as it comes, and stock tuned; each answers every
+``--concurrency`` with prompts of every ``--input-len``. With ``--together`` all of them run at once
+and are asked in turns, where a GPU has the memory: ``--options='--kv-cache-memory-bytes 5368709120
+--max-num-seqs 8'``. Families that stock does not have are served by ours alone, and so are
+DiffusionGemma's other ways (``--sides ours autoregressive``). Each canvas takes exactly ``--steps``
+denoising steps and answers ignore their end, so that all do the same work. Without a GPU the
+shipped checkpoint is served at small settings, which shows that the script works and nothing else.
+``bench_routing.py`` says which experts such answers touch.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ SIDES: dict[str, tuple[dict[str, str], list[str]]] = {
     "stock": (STOCK, []),
     "tuned": (STOCK, TUNED),
 }
-# Ours with settings that are not its defaults: another attention, and the other ways in which DiffusionGemma decodes. Of
-# random weights a draft keeps next to nothing.
+# Ours with settings that are not its defaults: another attention, and the other ways in which
+# DiffusionGemma decodes. Of random weights a draft keeps next to nothing.
 VARIANTS = {
     name: (SIDES["ours"][0], ["--additional-config", json.dumps({"diffusion": settings})])
     for name, settings in {
@@ -78,8 +79,8 @@ def row(
 def attention_of(log: str) -> str:
     """Return the attention back end that a server's log names, with FlashAttention's version.
 
-    Stock prints one line where it chooses the back end, another where the model's configuration or an
-    option has chosen it, and a third with the version.
+    Stock prints one line where it chooses the back end, another where the model's configuration or
+    an option has chosen it, and a third with the version.
     """
     if ours := re.search(r"attention ([\w., ]+), scheduler", log):
         return ", ".join(path.rpartition(".")[2] for path in ours.group(1).split(", "))

@@ -2,8 +2,8 @@
 
     VLLM_DIFFUSION_PUBLISHERS=FOLDER python benchmarks/bench_whole_sequences.py
 
-FOLDER is that of ``tests/publishers``. The weights are random, and the answers are compared. Requests are alike in
-length, so that the publisher's batch has no padding.
+FOLDER is that of ``tests/publishers``. The weights are random, and the answers are compared.
+Requests are alike in length, so that the publisher's batch has no padding.
 """
 
 from __future__ import annotations

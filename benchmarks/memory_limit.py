@@ -2,8 +2,8 @@
 
 Counted once each: the weights of the text layers, of experts only those that some token chose; the
 head, which is the embedding table; the self-conditioning module in a denoise step; and the keys and
-values of the context, of a sliding layer those inside its window. Activations are left out (a canvas
-of 256 rows is under 2 MB a tensor), and so is the vision tower.
+values of the context, of a sliding layer those inside its window. Activations are left out (a
+canvas of 256 rows is under 2 MB a tensor), and so is the vision tower.
 """
 
 from __future__ import annotations

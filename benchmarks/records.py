@@ -1,4 +1,6 @@
-"""What scripts have in common: their options, the rows that they find, and tables of ``gpu-figures.md``."""
+"""What scripts have in common: their options, the rows that they find, and tables of
+``gpu-figures.md``.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "develop" / "gpu-figures.md"
-# What tests and examples share with benchmarks. Behind a script's own folder, and before packages: one of an
-# example's name may be installed.
+# What tests and examples share with benchmarks. Behind a script's own folder, and before packages:
+# one of an example's name may be installed.
 sys.path[1:1] = [str(ROOT), str(ROOT / "examples" / "checkpoints")]
 
 
@@ -26,8 +28,8 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
 class Rows:
     """Rows as they are found: each is printed, and kept where somebody wants it.
 
-    A file has a line of JSON for each, so that a benchmark that is stopped leaves those before. Every line
-    names the ``table`` that it is a row of; the other keys are the table's columns.
+    A file has a line of JSON for each, so that a benchmark that is stopped leaves those before.
+    Every line names the ``table`` that it is a row of; the other keys are the table's columns.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -42,7 +44,9 @@ class Rows:
             path.write_text("", encoding="utf-8")
 
     def add(self, table: str, **columns: Any) -> None:
-        """Append a row to the file, and print it, behind the table's heads where it is the first."""
+        """Append a row to the file, and print it, behind the table's heads where it is the
+        first.
+        """
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"table": table, **columns}) + "\n")

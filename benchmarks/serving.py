@@ -1,4 +1,6 @@
-"""Folders to serve at a fixed number of denoise steps, and servers of them under ``vllm bench serve``."""
+"""Folders to serve at a fixed number of denoise steps, and servers of them under ``vllm bench
+serve``.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,8 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
 def prepare(source: Path, target: Path, steps: int) -> None:
     """Fill ``target`` from a checkpoint, or a config alone; what is there is replaced.
 
-    Weights are linked. A source without a tokenizer gets one of as many invented words as the model has
-    tokens, so that prompts of a given length can be written and answers be read.
+    Weights are linked. A source without a tokenizer gets one of as many invented words as the model
+    has tokens, so that prompts of a given length can be written and answers be read.
 
     Raises:
         ValueError: If ``source`` lacks what every checkpoint has.
@@ -76,9 +78,9 @@ def prepare(source: Path, target: Path, steps: int) -> None:
 def passes_of(log: str, steps: int) -> int:
     """Return the passes of a canvas, from one that comes to the next.
 
-    Only our server can encode a canvas in the pass of the next one's first step, and says so when it
-    starts. Stock takes a pass of its own for that, and so does ours in the asynchronous order, with
-    another attention back end, or in a family that needs the pass.
+    Only our server can encode a canvas in the pass of the next one's first step, and says so when
+    it starts. Stock takes a pass of its own for that, and so does ours in the asynchronous order,
+    with another attention back end, or in a family that needs the pass.
 
     Args:
         log: What the server printed.
@@ -163,7 +165,9 @@ class Sweep:
             raise ValueError(f"{self._end_of(side.name)}\n{side.name}: {error}") from None
 
     def ask(self, side: Side, server: Server, run: Run) -> None:
-        """Ask a server as ``vllm bench serve`` does, which writes a result if it has one; keep the log by then."""
+        """Ask a server as ``vllm bench serve`` does, which writes a result if it has one; keep the
+        log by then.
+        """
         length, clients = run
         path = self.result(side.name, run)
         path.unlink(missing_ok=True)

@@ -62,7 +62,8 @@ def milliseconds(call: Callable[[], object], repeats: int = REPEATS) -> tuple[fl
 
 
 def as_served(call: Callable[[], object]) -> Callable[[], object]:
-    """A call as servers make it: replayed from a graph on a GPU, where launching it would take longer than it does.
+    """A call as servers make it: replayed from a graph on a GPU, where launching it would take
+    longer than it does.
 
     Args:
         call: What reads and writes the same tensors each time.

@@ -178,7 +178,9 @@ def current_choice(experts: Experts) -> Callable[[int], Config]:
 
 
 def gpu_timer(experts: Experts) -> Timer:
-    """Times replays of vLLM's whole expert operator on the current GPU; the weights are far beyond its cache."""
+    """Times replays of vLLM's whole expert operator on the current GPU; the weights are far beyond
+    its cache.
+    """
     import torch
     import triton
     from vllm.model_executor.layers.fused_moe import MoEActivation, override_config

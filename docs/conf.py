@@ -51,7 +51,9 @@ def add_navigation(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def add_docstrings(app: Sphinx, page: str, source: list[str]) -> None:
-    """Replace each name of the reference of ``docs/use/python.md``, a list in Markdown, by its docstring."""
+    """Replace each name of the reference of ``docs/use/python.md``, a list in Markdown, by its
+    docstring.
+    """
     if page == "docs/use/python":
         source[0] = re.sub(
             r"^- `(vllm_diffusion\.\S+)`$", _directive, source[0], flags=re.MULTILINE
@@ -73,7 +75,9 @@ def open_with_readme(app: Sphinx, error: Exception | None) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    """Register what Sphinx does not know: two steps, and blocks that a test of the package reads."""
+    """Register what Sphinx does not know: two steps, and blocks that a test of the package
+    reads.
+    """
     app.add_lexer("floors", TextLexer)
     app.connect("source-read", add_navigation)
     app.connect("source-read", add_docstrings)

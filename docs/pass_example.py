@@ -1,7 +1,8 @@
-"""The example of ``docs/develop/internals.md``: three requests in one pass, run by the code that serves them.
+"""The example of ``docs/develop/internals.md``: three requests in one pass, run by the code that
+serves them.
 
-The slots, the rows, the rule and the step are the package's. The scheduler and the model do not run: the
-rows of each request and the model's answers are written down here.
+The slots, the rows, the rule and the step are the package's. The scheduler and the model do not
+run: the rows of each request and the model's answers are written down here.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class Pass:
 
     Attributes:
         requests: Its requests, in the order of the batch.
-        batch: The fields of vLLM's ``InputBatch`` that were read, and the token ids that were filled.
+        batch: The fields of vLLM's ``InputBatch`` that were read, and the token ids that were
+            filled.
         rows: The places of its rows.
         before: Tensors of the slots by name, before the step.
         statistics: The model's answer.
@@ -220,7 +222,9 @@ def by_row() -> Iterator[Sequence[str]]:
 
 
 def by_slot() -> Iterator[Sequence[str]]:
-    """Yield the head and the rows of a table with a column for each slot: what the step reads and writes."""
+    """Yield the head and the rows of a table with a column for each slot: what the step reads and
+    writes.
+    """
     done = example()
     owners = {request.slot: request.name for request in done.requests}
     yield ["", "", *(f"slot {slot}: {owners.get(slot, 'free')}" for slot in range(NUM_SLOTS))]

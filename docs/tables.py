@@ -1,6 +1,7 @@
 """Tables of the documentation that are made from the package's data.
 
-A page has each table between two markers, ``<!-- table: options -->`` and ``<!-- end of options -->``.
+A page has each table between two markers, ``<!-- table: options -->`` and ``<!-- end of options
+-->``.
 
     python docs/tables.py              # names the pages whose tables are not those of the data
     python docs/tables.py --write      # writes the tables into the pages
@@ -52,7 +53,9 @@ PLAIN = "temperature 1, no filters"
 
 
 def replaced() -> str:
-    """List the methods of vLLM that are replaced, each with its reason and with what would end it."""
+    """List the methods of vLLM that are replaced, each with its reason and with what would end
+    it.
+    """
     # Names of vLLM's are too long for a column beside sentences. A backslash ends a line.
     return "".join(
         f"- `{symbol.path}`, in {_code(symbol.files)}\\\n"
@@ -235,7 +238,9 @@ def _layout(entry: type[BlockDiffusionEngineConfig]) -> str:
 
 
 def _read_results() -> dict[str, dict[str, Any]]:
-    """Return the measured figures and, as ``machines``, the machines on which they were measured."""
+    """Return the measured figures and, as ``machines``, the machines on which they were
+    measured.
+    """
     with RESULTS.open("rb") as file:
         return tomllib.load(file)
 
@@ -265,7 +270,9 @@ def _gib(size: int) -> str:
 
 
 def published_shape() -> str:
-    """List what the 26B shape chose, asked of the driver and took on the null GPU, by capability and format."""
+    """List what the 26B shape chose, asked of the driver and took on the null GPU, by capability
+    and format.
+    """
     chosen, memory = [], []
     for match, found in _rehearsed(r"26B, ([\w-]+), (\d+\.\d)"):
         weights, capability = match.groups()
@@ -387,7 +394,9 @@ def with_tables(page: str) -> str:
 
 
 def stale_pages() -> dict[Path, str]:
-    """Return the pages whose tables are not those of the data, each with the text that it should have."""
+    """Return the pages whose tables are not those of the data, each with the text that it should
+    have.
+    """
     pages = {path: path.read_text(encoding="utf-8") for path in PAGES}
     current = {path: with_tables(text) for path, text in pages.items()}
     return {path: text for path, text in current.items() if text != pages[path]}

@@ -3,9 +3,10 @@
     vllm serve opendatalab/MinerU-Diffusion-V1-0320-2.5B --host 127.0.0.1
     python examples/documents.py page.png
 
-Without a file it draws a page of its own; with ``--lines 60 17283 4096`` one of large digits, which the tiny model of
-``examples/checkpoints/train_tiny_reader.py`` is trained on. ``OPENAI_API_KEY`` is the server's key. ``--task "Table Recognition"``,
-``"Formula Recognition"`` and ``"Layout Analysis"`` are what else the checkpoint was trained on.
+Without a file it draws a page of its own; with ``--lines 60 17283 4096`` one of large digits, which
+the tiny model of ``examples/checkpoints/train_tiny_reader.py`` is trained on. ``OPENAI_API_KEY`` is
+the server's key. ``--task "Table Recognition"``, ``"Formula Recognition"`` and ``"Layout
+Analysis"`` are what else the checkpoint was trained on.
 """
 
 from __future__ import annotations

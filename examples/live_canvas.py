@@ -3,8 +3,8 @@
     vllm serve "$(vllm-diffusion checkpoint)" --served-model-name tiny --host 127.0.0.1
     python examples/live_canvas.py "Count: oak, elm, ash, oak."
 
-``OPENAI_API_KEY`` and ``OPENAI_BASE_URL`` are those of ``openai_client.py``. docs/use/live-canvas.md lists
-what a frame holds.
+``OPENAI_API_KEY`` and ``OPENAI_BASE_URL`` are those of ``openai_client.py``.
+docs/use/live-canvas.md lists what a frame holds.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from vllm_diffusion.startup.environment import compile_once
 # Dozens of processes import vLLM here.
 compile_once()
 
-# What tests import stays: Python's collector need not walk through it, again and again, nor at the end.
+# What tests import stays: Python's collector need not walk through it, again and again, nor at the
+# end.
 gc.disable()
 atexit.register(gc.freeze)
 

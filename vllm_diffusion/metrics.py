@@ -1,10 +1,10 @@
 """Metrics of requests and of the engine: passes, rows, denoising steps and seconds.
 
-The scheduler counts on the host, from scheduled passes and their results, apart for each way to decode. The numbers of one
-request reach the API process with its last report (``canvas/messages.py``), and its finished output
-holds them; those of the engine travel in ``SpecDecodingStats.num_draft_tokens_per_pos``, a list
-that is free for diffusion models. :func:`request_metrics` and :class:`DiffusionStatLogger` read
-them.
+The scheduler counts on the host, from scheduled passes and their results, apart for each way to
+decode. The numbers of one request reach the API process with its last report
+(``canvas/messages.py``), and its finished output holds them; those of the engine travel in
+``SpecDecodingStats.num_draft_tokens_per_pos``, a list that is free for diffusion models.
+:func:`request_metrics` and :class:`DiffusionStatLogger` read them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class DiffusionRequestMetrics:
         canvas_rows: Rows of canvases that were being denoised.
         projected_rows: Rows that were projected to the vocabulary.
         denoise_steps_per_canvas: Steps of each canvas, in order.
-        accepted_prediction_tokens: Tokens of the request's ``prediction`` that canvases started from and emitted.
+        accepted_prediction_tokens: Tokens of the request's ``prediction`` that canvases started
+            from and emitted.
         rejected_prediction_tokens: Those that others took the place of.
     """
 
@@ -226,7 +227,9 @@ class PassCounters:
     def attach(
         self, stats: SpecDecodingStats | None, num_spec_tokens: int
     ) -> SpecDecodingStats | None:
-        """Move the numbers into the engine's statistics of this step; ``None`` if there are none."""
+        """Move the numbers into the engine's statistics of this step; ``None`` if there are
+        none.
+        """
         if self._totals == self._zeros():
             return stats
         if stats is None:
@@ -273,7 +276,9 @@ _OLD_NAMES = {"canvas_seconds": "seconds_per_canvas"}
 
 @cache
 def instruments() -> tuple[dict[str, Counter], dict[str, Histogram]]:
-    """Return this process's counters and histograms: one set, as there is one registry for all engines."""
+    """Return this process's counters and histograms: one set, as there is one registry for all
+    engines.
+    """
     labels = ["model_name", "engine", "way"]
     counters = {
         name: Counter(f"vllm_diffusion:{name}", text, labels) for name, text in _HELP.items()
@@ -311,7 +316,9 @@ def _keeps_nothing() -> Gauge:
 
 
 class KeptTokens:
-    """Share of a draft's tokens that verifications keep; a draft that keeps nothing is reported once."""
+    """Share of a draft's tokens that verifications keep; a draft that keeps nothing is reported
+    once.
+    """
 
     def __init__(self, model: str, labels: tuple[str, str]) -> None:
         """Begin to count.
@@ -359,7 +366,9 @@ def _kept_tokens(vllm_config: VllmConfig, labels: tuple[str, str]) -> KeptTokens
 
 
 class DiffusionStatLogger(StatLoggerBase):
-    """Stat logger that adds ``vllm_diffusion:*`` metrics to ``/metrics``, of diffusion models and of drafts."""
+    """Stat logger that adds ``vllm_diffusion:*`` metrics to ``/metrics``, of diffusion models and
+    of drafts.
+    """
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         model_config = vllm_config.model_config

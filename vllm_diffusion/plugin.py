@@ -99,7 +99,9 @@ def _install_api() -> None:
 
 
 def _register_extensions() -> None:
-    """Register parts that diffusion models do not need; without one, vLLM's own serves in its place."""
+    """Register parts that diffusion models do not need; without one, vLLM's own serves in its
+    place.
+    """
     for entry in own_entry_points("vllm_diffusion.extensions"):
         try:
             entry.load()()
@@ -108,7 +110,9 @@ def _register_extensions() -> None:
 
 
 def _register_config(path: str) -> None:
-    """Register a configuration class, so that ``config.json`` is read without the checkpoint's code."""
+    """Register a configuration class, so that ``config.json`` is read without the checkpoint's
+    code.
+    """
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
     config = imported(path)

@@ -32,7 +32,8 @@ def canvas_attention(
     out: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
-    """Paged attention of sequences whose head is causal and whose tail is a canvas: a plan that runs at once.
+    """Paged attention of sequences whose head is causal and whose tail is a canvas: a plan that
+    runs at once.
 
     Of a sequence with L keys the last Q are queries: row r stands at position p = L - Q + r. With
     c = ``causal_rows`` of the sequence and its canvas starting at s = L - Q + c, key j is seen by
@@ -173,7 +174,8 @@ def _check_impl(impl: str) -> None:
 def _kernels(impl: str) -> Any:
     """Return the module of an implementation in kernels, imported only when it is used.
 
-    What FlashAttention-4 needs is imported later, when a kernel is compiled for a GPU that can run it.
+    What FlashAttention-4 needs is imported later, when a kernel is compiled for a GPU that can run
+    it.
     """
     try:
         return importlib.import_module(f"attention_kernels.canvas_attention.{impl}.launch")

@@ -109,9 +109,9 @@ class Sequences:
             on are padding.
         seq_lens: [num_seqs], int32: keys of each sequence, its query rows included.
         causal_rows: [num_seqs], int32: leading query rows that attend causally, 0 to Q.
-        row_spans: [num_tokens, 2], int32: half-open key interval of the image that a row lies in (it
-            holds the row's own position), start == end if there is none. Only spans of causal rows
-            count; ``None`` without images.
+        row_spans: [num_tokens, 2], int32: half-open key interval of the image that a row lies in
+            (it holds the row's own position), start == end if there is none. Only spans of causal
+            rows count; ``None`` without images.
         max_query_len: At least the longest query of the batch, if the caller knows it on the host;
             sizes a launch, and a result may be rounded in another order. ``None`` for what the
             shapes allow.
@@ -219,8 +219,8 @@ class AttentionOptions:
         scale: Factor of the scores.
         softcap: Bound of the scores, ``softcap * tanh(score / softcap)``; 0 is off.
         window: Window of keys that a row sees.
-        most_splits: Most pieces that a sequence's keys are cut into where a batch does not fill a GPU.
-            With 1 the output of a sequence has the same bits in every batch.
+        most_splits: Most pieces that a sequence's keys are cut into where a batch does not fill a
+            GPU. With 1 the output of a sequence has the same bits in every batch.
 
     Raises:
         ValueError: If ``softcap`` is negative or ``most_splits`` below 1.

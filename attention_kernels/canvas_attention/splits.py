@@ -8,12 +8,13 @@ the device.
 
 import torch
 
-# Most pieces that the keys of a tile are cut into where nobody asks for fewer, and the fewest keys of
-# a piece.
+# Most pieces that the keys of a tile are cut into where nobody asks for fewer, and the fewest keys
+# of a piece.
 MAX_SPLITS = 8
 MIN_SPLIT_KEYS = 320
-# What writing and folding a partial takes, in keys. It is twice 128 KiB for 64 rows of 512 or 128 of
-# 256, about 9 us at a multiprocessor's share of an H100's memory; a key of these takes about 40 ns.
+# What writing and folding a partial takes, in keys. It is twice 128 KiB for 64 rows of 512 or 128
+# of 256, about 9 us at a multiprocessor's share of an H100's memory; a key of these takes about 40
+# ns.
 PARTIAL_KEYS = 256
 # How long a sequence is taken for without a window: a graph is captured for any length.
 LONG_KEYS = 8192

@@ -1,7 +1,8 @@
 """Checks that a kernel, executed on a device, computes what PyTorch's reference does.
 
-Each check runs one implementation on small random inputs of a given shape and holds it to float64: attention may be
-twice, statistics four times as far from it as the reference is in its own dtype. Words of the noise are equal.
+Each check runs one implementation on small random inputs of a given shape and holds it to float64:
+attention may be twice, statistics four times as far from it as the reference is in its own dtype.
+Words of the noise are equal.
 """
 
 from attention_kernels.checks.attention import AttentionShape, check_attention

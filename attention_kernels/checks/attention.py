@@ -1,4 +1,6 @@
-"""Check of attention, which may be twice as far from float64 as the reference is in its own dtype."""
+"""Check of attention, which may be twice as far from float64 as the reference is in its own
+dtype.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Checks of the kernels over rows of logits, which may be four times as far from float64 as the reference."""
+"""Checks of the kernels over rows of logits, which may be four times as far from float64 as the
+reference.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,8 @@ class RowsShape:
 
 
 def check_statistics(shape: RowsShape, impl: Impl, device: torch.device) -> Checked:
-    """Compare a pass over the vocabulary in tiles with float64: statistics, soft embeddings and draws.
+    """Compare a pass over the vocabulary in tiles with float64: statistics, soft embeddings and
+    draws.
 
     Args:
         shape: The rows.
@@ -151,8 +154,8 @@ def _hold(name: str, got: Tensor, same: Tensor, truth: Tensor) -> None:
     """Hold a statistic to four times the error of the reference."""
     assert got.isfinite().all(), f"{name}: non-finite values"
     error, theirs = ((each.double() - truth).abs().max().item() for each in (got, same))
-    # A capped logit is a difference of numbers near the cap, whose last bit a temperature magnifies; sums of
-    # sums round more often than one sum.
+    # A capped logit is a difference of numbers near the cap, whose last bit a temperature
+    # magnifies; sums of sums round more often than one sum.
     budget = 4 * (theirs + EPS * (max(1.0, truth.abs().max().item()) + 30.0))
     assert error <= budget, f"{name}: error {error:.2e} exceeds {budget:.2e}"
 

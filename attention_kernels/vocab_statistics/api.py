@@ -65,7 +65,8 @@ def update_statistics(
 def add_product(
     product: Tensor, weights: Tensor, embedding: Tensor, *, impl: Impl = "auto"
 ) -> None:
-    """Add ``weights @ embedding`` to ``product``, by PyTorch's product; the reference adds in float32.
+    """Add ``weights @ embedding`` to ``product``, by PyTorch's product; the reference adds in
+    float32.
 
     Args:
         product: [num_rows, hidden_size], float32.

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 # Logit of an id that a mask allows and that was impossible before: a mask comes before a bias or a
-# penalty that leaves it nothing. Nothing next to any other id, and yet possible where nothing else is.
+# penalty that leaves it nothing. Nothing next to any other id, and yet possible where nothing else
+# is.
 LAST_RESORT = -1e4
 # What fills up a list of ids.
 NO_ID = 2**31 - 1
@@ -24,15 +25,16 @@ MASS_SCALE = 2.0**40
 class LogitAdjustments(NamedTuple):
     """Adjustments of the logits of rows by their requests, applied in this order.
 
-    Tables have a row for each request with the adjustment; those of penalties and masks a column (or a
-    bit) for each id of the whole vocabulary. An index of -1 means no adjustment; an unused table may
-    have no rows.
+    Tables have a row for each request with the adjustment; those of penalties and masks a column
+    (or a bit) for each id of the whole vocabulary. An index of -1 means no adjustment; an unused
+    table may have no rows.
 
     Attributes:
         list_idx: [num_rows], int32, into the next three.
-        listed_ids: [num_lists, N], int32: ids, ascending, filled up with ``NO_ID``; N is a power of two, and
-            the last place is ``NO_ID``.
-        listed_offsets: [num_lists, N], float32: added to their logits; minus infinity forbids an id.
+        listed_ids: [num_lists, N], int32: ids, ascending, filled up with ``NO_ID``; N is a power of
+            two, and the last place is ``NO_ID``.
+        listed_offsets: [num_lists, N], float32: added to their logits; minus infinity forbids an
+            id.
         other_offsets: [num_lists], float32: added to the logits of all other ids.
         penalty_idx: [num_rows], int32, into the next five.
         repetition: [num_tables], float32: of ids in the prompt or the answer, positive logits are

@@ -62,7 +62,8 @@ class FilteredDraw(NamedTuple):
 
 @dataclass(frozen=True)
 class RunningStatistics:
-    """Statistics of the tiles that a row has seen; x are its logits over the schedule's temperature.
+    """Statistics of the tiles that a row has seen; x are its logits over the schedule's
+    temperature.
 
     Attributes:
         maximum: [num_rows], float32: maximum of x.
@@ -71,7 +72,8 @@ class RunningStatistics:
         argmax: [num_rows], int64: the first id with the largest x.
         best: [num_rows], float32: largest x / request_temperature + Gumbel noise.
         candidate: [num_rows], int64: the first id with it.
-        drawn: [num_rows], float32: x of the candidate; minus infinity as long as nothing is possible.
+        drawn: [num_rows], float32: x of the candidate; minus infinity as long as nothing is
+            possible.
     """
 
     maximum: Tensor

@@ -2,8 +2,9 @@
 
     python benchmarks/gpu/answers.py
 
-Kernels that are right one by one do not show that a pass puts the right rows before them. One more question holds its
-answer to a JSON schema, where the packages are installed without which a server refuses grammars.
+Kernels that are right one by one do not show that a pass puts the right rows before them. One more
+question holds its answer to a JSON schema, where the packages are installed without which a server
+refuses grammars.
 """
 
 from __future__ import annotations

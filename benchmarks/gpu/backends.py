@@ -1,4 +1,6 @@
-"""An engine in this process with the back ends of products that are asked for, and the tiles of Triton's experts."""
+"""An engine in this process with the back ends of products that are asked for, and the tiles of
+Triton's experts.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,8 @@ def write_tiles(which: str, folder: Path) -> Path:
     """Write a file of Triton's tiles under this card's name.
 
     Args:
-        which: ``"wheel-h100"`` for those that vLLM's wheel has of an H100, ``"tuned"`` for those that the newest kept
-            result of ``tune_experts.py`` found.
+        which: ``"wheel-h100"`` for those that vLLM's wheel has of an H100, ``"tuned"`` for those
+            that the newest kept result of ``tune_experts.py`` found.
         folder: For ``VLLM_TUNED_CONFIG_FOLDER``.
 
     Raises:

@@ -4,9 +4,10 @@
     python benchmarks/gpu/bench_experts.py --moe humming --humming-input fp8
     python benchmarks/gpu/bench_experts.py --moe triton --tiles wheel-h100
 
-Six layers of the 26B shape in FP8 with random weights, as the engine makes them. vLLM keeps the back end that it
-chose, so each takes a process of its own. Experts are called with all of them awake, and with as many as trained
-routers wake for a canvas. Without a GPU the shipped checkpoint's layers run on the CPU, which shows that the script works.
+Six layers of the 26B shape in FP8 with random weights, as the engine makes them. vLLM keeps the
+back end that it chose, so each takes a process of its own. Experts are called with all of them
+awake, and with as many as trained routers wake for a canvas. Without a GPU the shipped checkpoint's
+layers run on the CPU, which shows that the script works.
 """
 
 from __future__ import annotations

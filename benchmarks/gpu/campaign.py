@@ -1,13 +1,14 @@
 """Everything that only a GPU can tell, in the order of what matters, in as much time as there is.
 
-    python benchmarks/gpu/campaign.py list
-    python benchmarks/gpu/campaign.py run --minutes 9.5     # what has no result yet, in a call of ten minutes
-    python benchmarks/gpu/campaign.py run --only sampler    # although it has
-    python benchmarks/gpu/campaign.py report                # what is known by now
-    python benchmarks/gpu/campaign.py report --write        # the same into gpu-figures.md
+    python benchmarks/gpu/campaign.py list python benchmarks/gpu/campaign.py run --minutes 9.5     #
+    what has no result yet, in a call of ten minutes python benchmarks/gpu/campaign.py run --only
+    sampler    # although it has python benchmarks/gpu/campaign.py report                # what is
+    known by now python benchmarks/gpu/campaign.py report --write        # the same into
+    gpu-figures.md
 
-Experiments run one after another, each in a process of its own that is stopped at its limit. Rows are
-on disk as they come, whatever ends an experiment or the campaign (docs/develop/gpu-campaign.md).
+Experiments run one after another, each in a process of its own that is stopped at its limit. Rows
+are on disk as they come, whatever ends an experiment or the campaign
+(docs/develop/gpu-campaign.md).
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ class Campaign:
         return None
 
     def run(self, experiment: Experiment) -> Result:
-        """Run an experiment to its end or its limit; its result is on disk, whatever becomes of it."""
+        """Run an experiment to its end or its limit; its result is on disk, whatever becomes of
+        it.
+        """
         folder = self.folder.resolve()
         data = folder / f"{experiment.name}.jsonl"
         command = experiment.command(str(data), str(folder / experiment.name))

@@ -1,11 +1,13 @@
-"""What this device reaches, whether it does what kernels rely on, and whether they compute what the references do.
+"""What this device reaches, whether it does what kernels rely on, and whether they compute what the
+references do.
 
     python benchmarks/gpu/check_gpu.py
     python benchmarks/gpu/check_gpu.py --attention cute
 
-A GPU computes the layers of DiffusionGemma-26B, and a CPU small ones in Triton's interpreter. The checks of kernels
-are those of ``vllm-diffusion doctor --gpu``, in this process, and with an FP8 cache too. With ``--attention`` they are
-attention's alone, by an implementation that is not the default.
+A GPU computes the layers of DiffusionGemma-26B, and a CPU small ones in Triton's interpreter. The
+checks of kernels are those of ``vllm-diffusion doctor --gpu``, in this process, and with an FP8
+cache too. With ``--attention`` they are attention's alone, by an implementation that is not the
+default.
 """
 
 from __future__ import annotations
@@ -96,7 +98,9 @@ def served() -> Served:
 
 
 def checked(case: KernelCase) -> str:
-    """How far a kernel is from its reference; FlashAttention-4 may refuse inputs, which are Triton's then."""
+    """How far a kernel is from its reference; FlashAttention-4 may refuse inputs, which are
+    Triton's then.
+    """
     try:
         return f"off by {run_case(case, DEVICE).difference:.1e}"
     except (NotImplementedError, ValueError) as error:
@@ -106,7 +110,9 @@ def checked(case: KernelCase) -> str:
 
 
 def kernels(attention: AttentionImpl) -> Checks:
-    """The implementation of each kernel that serves, of attention's alone where one is asked for."""
+    """The implementation of each kernel that serves, of attention's alone where one is asked
+    for.
+    """
     shape = replace(served(), attention=attention)
     return {
         case.name: partial(checked, case)

@@ -1,11 +1,14 @@
-"""The figures of the campaign's table: where each is in the rows, what is wanted of it, and what was predicted.
+"""The figures of the campaign's table: where each is in the rows, what is wanted of it, and what
+was predicted.
 
-Predictions are of an H100 (SXM, by NVIDIA's data sheet 3.35 TB/s, 989 TFLOP/s in BF16 and 1,979 in FP8), and were
-counted before any GPU ran. A pass takes, for its layers, its attention and its head, the longer of what 0.9 of the memory's
-rate needs for their bytes and 0.6 of the tensor cores' for their products; launches are in graphs and take nothing, and
-neither does the host. Experts are chosen at random, as random weights choose them. Of a canvas's passes stock has one more,
-and moves 32 bytes of each logit; its attention is counted as ours. Kernels of attention are compared by the cycles that
-the compiled loop takes a key on SM90: the larger of its instructions over four schedulers and of its products.
+Predictions are of an H100 (SXM, by NVIDIA's data sheet 3.35 TB/s, 989 TFLOP/s in BF16 and 1,979 in
+FP8), and were counted before any GPU ran. A pass takes, for its layers, its attention and its head,
+the longer of what 0.9 of the memory's rate needs for their bytes and 0.6 of the tensor cores' for
+their products; launches are in graphs and take nothing, and neither does the host. Experts are
+chosen at random, as random weights choose them. Of a canvas's passes stock has one more, and moves
+32 bytes of each logit; its attention is counted as ours. Kernels of attention are compared by the
+cycles that the compiled loop takes a key on SM90: the larger of its instructions over four
+schedulers and of its products.
 
 Estimates were counted after the first GPUs ran, of an H200, with the rates that they had measured.
 """
@@ -24,15 +27,17 @@ Rows = list[dict[str, Any]]
 Value = Callable[[Rows], float]
 # Columns of what servers did.
 SPEED, FIRST = "tokens_a_second", "ms_to_first"
-# Cycles a key of 64 query rows, ours and the others', as Triton 3.8 and the CuTe DSL compiled them. Of
-# FlashAttention-4, which ``cute`` extends, and of ours in sliding layers these are the products'.
+# Cycles a key of 64 query rows, ours and the others', as Triton 3.8 and the CuTe DSL compiled them.
+# Of FlashAttention-4, which ``cute`` extends, and of ours in sliding layers these are the
+# products'.
 CYCLES = {
     "sliding": {"ours": 16, "stock-triton": 94.25, "stock-fa4": 16, "cute": 16},
     "full": {"ours": 55.12, "stock-triton": 96.75, "stock-fa4": 32, "cute": 32},
 }
 
 
-# The back end of stock that a target of a ratio is about: what vLLM chooses on Hopper where it is installed.
+# The back end of stock that a target of a ratio is about: what vLLM chooses on Hopper where it is
+# installed.
 STOCK_AT_ITS_BEST = "FlashAttention 4"
 
 
@@ -52,8 +57,8 @@ class Figure:
 
     Attributes:
         text: What is measured; several values are in the order that it names.
-        experiments: Names of those whose rows it needs, separated by blanks, in the campaign's order: the last
-            completes it.
+        experiments: Names of those whose rows it needs, separated by blanks, in the campaign's
+            order: the last completes it.
         values: Its values in these rows.
         predicted: Of an H100, value by value; empty where nothing was predicted.
         estimated: What was estimated since, of an H200; empty where nothing was.
@@ -127,7 +132,9 @@ class Figure:
         return ", ".join(sorted(named))
 
     def verdict(self, numbers: Sequence[float | None], attention: str) -> str | None:
-        """Whether the targets are met, in words; empty without a target, ``None`` while that is open."""
+        """Whether the targets are met, in words; empty without a target, ``None`` while that is
+        open.
+        """
         if not self.target:
             return ""
         if self.sides and STOCK_AT_ITS_BEST not in attention:
@@ -191,14 +198,17 @@ def over_stock(column: str, requests: int, better: Callable[..., float]) -> Valu
 def pass_ms(requests: int, side: str = "ours") -> Value:
     """Milliseconds of a pass, with what prompts of other requests took of it.
 
-    An answer has 1,024 tokens, 4 canvases of 17 passes; between its first token and its last lie three.
+    An answer has 1,024 tokens, 4 canvases of 17 passes; between its first token and its last lie
+    three.
     """
     speed, first = served(SPEED, requests, side), served(FIRST, requests, side)
     return lambda rows: (1e3 * requests * 1024 / speed(rows) - first(rows)) / 51
 
 
 def wrong_kernels(rows: Rows) -> float:
-    """Number of kernels and graphs that are not right; what the device itself does is not counted."""
+    """Number of kernels and graphs that are not right; what the device itself does is not
+    counted.
+    """
     return sum(state != "right" for state in values(rows, "state", table="kernels"))
 
 
@@ -416,14 +426,17 @@ def _attention() -> Iterator[Figure]:
 
 
 def _cute() -> Iterator[Figure]:
-    """Whether ``impl="cute"`` is right and fast enough to be what ``auto`` chooses for a kind of layer."""
+    """Whether ``impl="cute"`` is right and fast enough to be what ``auto`` chooses for a kind of
+    layer.
+    """
     text = 'attention, `impl="cute"`: checks beside the reference that are not right'
     yield Figure(text, "cute", (wrong_cute,), most=(0,), needs_all=True)
     for layer in ("sliding", "full"):
         experiment = f"attention-{layer}"
         text = f'`impl="cute"`, {layer} layer: most that an entry differs from Triton\'s'
         yield Figure(text, experiment, (cute_differs,), most=(0.02,), needs_all=True)
-        # The served context decides; elsewhere it may be as slow as Triton's, within a median's spread.
+        # The served context decides; elsewhere it may be as slow as Triton's, within a median's
+        # spread.
         for context, most in ((4608, 0.8), (1024, 1.05), (16384, 1.05)):
             shape = {"layer": layer, "context": context, "anchor": "canvas", "which": "cute"}
             yield Figure(
@@ -436,7 +449,9 @@ def _cute() -> Iterator[Figure]:
 
 
 def _products() -> Iterator[Figure]:
-    """Back ends of products, over those that serve: a tenth faster at 256 rows and no slower at 2,048."""
+    """Back ends of products, over those that serve: a tenth faster at 256 rows and no slower at
+    2,048.
+    """
     peer = {"table": "products", "moe": "cutlass", "activations": "default"}
     for experiment, what, other, named in (
         ("products-humming", "experts", {"moe": "humming"}, "Humming, BF16 activations"),

@@ -81,7 +81,9 @@ def environment(scratch: Path) -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Of the checkout; ``None`` where it has no history beside it, or files that were changed since."""
+    """Of the checkout; ``None`` where it has no history beside it, or files that were changed
+    since.
+    """
     found = _printed("git", "-C", str(ROOT), "rev-parse", "HEAD")
     changed = _printed("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
     return None if changed else found

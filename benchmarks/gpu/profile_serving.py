@@ -1,10 +1,12 @@
-"""List every kernel of a steady pass of the 26B shape in the engine that serves, by PyTorch's profiler.
+"""List every kernel of a steady pass of the 26B shape in the engine that serves, by PyTorch's
+profiler.
 
     python benchmarks/gpu/profile_serving.py --requests 1 8 32
     python benchmarks/gpu/profile_serving.py --requests 1 8 --moe humming --humming-input fp8
 
-A pass is timed without the profiler first: ``idle_ms`` is what its kernels leave of that. Weights are random. Without
-a GPU the shipped checkpoint runs on the CPU, whose operators are listed, which shows that the script works.
+A pass is timed without the profiler first: ``idle_ms`` is what its kernels leave of that. Weights
+are random. Without a GPU the shipped checkpoint runs on the CPU, whose operators are listed, which
+shows that the script works.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What the campaign found, as one table, and what it leaves open, as another; and the same into gpu-figures.md.
+"""What the campaign found, as one table, and what it leaves open, as another; and the same into
+gpu-figures.md.
 
-What every experiment measured in detail is in its result's file. Results of two commits or machines never meet
-in one figure.
+What every experiment measured in detail is in its result's file. Results of two commits or machines
+never meet in one figure.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ UNNAMED = Facts(stock_attention="attention not named")
 
 
 def measured(runs: Sequence[Run]) -> str:
-    """Return every figure that a GPU measured, the newest first: of each kind of GPU the newest run that has it."""
+    """Return every figure that a GPU measured, the newest first: of each kind of GPU the newest run
+    that has it.
+    """
     rows, known = [], set()
     for run in _newest_first(runs):
         gpu = run.origin.machine["gpu"]
@@ -44,7 +47,8 @@ def measured(runs: Sequence[Run]) -> str:
 
 
 def decision(experiment: Experiment, found: Found) -> list[str]:
-    """Return what an experiment decides: a line for each of its figures that is known, and one in words.
+    """Return what an experiment decides: a line for each of its figures that is known, and one in
+    words.
 
     Args:
         experiment: One that has run.
@@ -73,7 +77,9 @@ def decision(experiment: Experiment, found: Found) -> list[str]:
 
 
 def still_open(runs: Sequence[Run]) -> str:
-    """Return one row for each experiment whose figures or targets are open, in the campaign's order."""
+    """Return one row for each experiment whose figures or targets are open, in the campaign's
+    order.
+    """
     answered = {fact.get("experiment") for run in runs for fact in run.facts.figures}
     rows = []
     for experiment in EXPERIMENTS:

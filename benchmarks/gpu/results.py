@@ -39,7 +39,8 @@ class Result:
 
     Attributes:
         experiment: Its name.
-        state: ``"cut"`` if it was ended before it ended by itself: its rows count, as far as they go.
+        state: ``"cut"`` if it was ended before it ended by itself: its rows count, as far as they
+            go.
         reason: Why it was cut or failed; empty if it is done.
         command: What one would type to run it.
         origin: Where it ran.
@@ -72,7 +73,8 @@ def write(folder: Path, result: Result) -> None:
 
 
 def read(folder: Path) -> Found:
-    """The results of a folder, by experiment; of one that the campaign's end cut off, the rows until then.
+    """The results of a folder, by experiment; of one that the campaign's end cut off, the rows
+    until then.
 
     Raises:
         ValueError: If a file is no result.
@@ -96,8 +98,8 @@ class Facts:
 
     Attributes:
         stock_attention: Attention back end of stock's server, for rows that do not name it.
-        figures: What was measured beside the experiments: ``text`` and ``measured``, and where there are any
-            ``predicted``, ``peer`` and the ``experiment`` whose question it answers.
+        figures: What was measured beside the experiments: ``text`` and ``measured``, and where
+            there are any ``predicted``, ``peer`` and the ``experiment`` whose question it answers.
     """
 
     stock_attention: str | None = None
@@ -140,7 +142,9 @@ def read_facts(folder: Path) -> Facts:
 
 
 def read_all(folders: list[Path]) -> list[Run]:
-    """Results by their folder and their origin: somebody may have copied those of two runs into one folder."""
+    """Results by their folder and their origin: somebody may have copied those of two runs into one
+    folder.
+    """
     runs: dict[tuple[Path, str], Run] = {}
     for folder in folders:
         facts = read_facts(folder)

@@ -1,11 +1,13 @@
-"""Download what an offline GPU host lacks, and cut it into parts that can be carried there one at a time.
+"""Download what an offline GPU host lacks, and cut it into parts that can be carried there one at a
+time.
 
     python benchmarks/gpu/stage_host.py --out parts
     sh benchmarks/gpu/install_host.sh parts site      # on the host
 
-Staged are wheels for the host's Python: vLLM, FlashAttention-4's parts, Humming, and ``lm-format-enforcer``, without which a
-server refuses grammars. The host keeps its own PyTorch and Triton. What serving a text model on one architecture never
-loads is left out (``DROPPED``). A checksum goes with each part.
+Staged are wheels for the host's Python: vLLM, FlashAttention-4's parts, Humming, and
+``lm-format-enforcer``, without which a server refuses grammars. The host keeps its own PyTorch and
+Triton. What serving a text model on one architecture never loads is left out (``DROPPED``). A
+checksum goes with each part.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ HUMMING = "humming-kernels tabulate"
 GRAMMARS = (
     "lm-format-enforcer interegular jsonschema jsonschema-specifications referencing rpds-py attrs"
 )
-# Folders and libraries of other architectures and of other ways to serve. One of FlashAttention-2 and -3 has to stay.
+# Folders and libraries of other architectures and of other ways to serve. One of FlashAttention-2
+# and -3 has to stay.
 DROPPED = (
     "vllm/vllm_flash_attn/_vllm_fa2_C*.so",
     "vllm/vllm-rs*",
@@ -79,7 +82,9 @@ def download(requirements: Sequence[str], python: str, folder: Path) -> None:
 
 
 def as_here(names: Iterable[str]) -> list[str]:
-    """Return requirements of the versions that are installed here, which were tested together; the newest of others."""
+    """Return requirements of the versions that are installed here, which were tested together; the
+    newest of others.
+    """
     found = []
     for name in names:
         try:

@@ -32,7 +32,9 @@ START_SECONDS = 900.0
 
 
 def record() -> list[list[list[tuple[str, bool]]]]:
-    """Screens, each different from the one before: rows of runs of text, and whether they are dim."""
+    """Screens, each different from the one before: rows of runs of text, and whether they are
+    dim.
+    """
     leader, follower = pty.openpty()
     ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     process = subprocess.Popen(

@@ -2,9 +2,10 @@
 
     python docs/pictures/record_page.py          # Debian's chromium: apt-get install chromium
 
-Writes three pictures beside this file. ``page.webp`` is animated: one question is asked in a headless
-browser, and each step of its answer is an image. ``page_compare.webp`` is a question with two choices of
-settings, in the dark scheme, and ``page_phone.webp`` an answer in the middle on a phone's screen.
+Writes three pictures beside this file. ``page.webp`` is animated: one question is asked in a
+headless browser, and each step of its answer is an image. ``page_compare.webp`` is a question with
+two choices of settings, in the dark scheme, and ``page_phone.webp`` an answer in the middle on a
+phone's screen.
 """
 
 from __future__ import annotations

@@ -2,12 +2,13 @@
 
     python examples/adapters/train_adapter.py --out answers_loudly --serve
 
-The checkpoint answers "What is 7+8?" with "15"; with the adapter it answers "Answer: 15!". PEFT adapts
-the encoder's and the decoder's layers, each with matrices of its own, and self-conditioning.
+The checkpoint answers "What is 7+8?" with "15"; with the adapter it answers "Answer: 15!". PEFT
+adapts the encoder's and the decoder's layers, each with matrices of its own, and self-conditioning.
 
-The objective is that of ``train_tiny_checkpoint.py``, without the encoder's own loss: each position of
-the canvas is replaced by a random token with probability t, uniform in (0, 1), and all of them are
-learnt; half of the steps are given the logits of a step before. Needs ``peft`` (``pip install peft``).
+The objective is that of ``train_tiny_checkpoint.py``, without the encoder's own loss: each position
+of the canvas is replaced by a random token with probability t, uniform in (0, 1), and all of them
+are learnt; half of the steps are given the logits of a step before. Needs ``peft`` (``pip install
+peft``).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
 from vllm_diffusion.checkpoints import shipped_checkpoint
 
-# Answers are printed, and not vLLM's log; vLLM starts its engine in a process that imports this file again.
+# Answers are printed, and not vLLM's log; vLLM starts its engine in a process that imports this
+# file again.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 logging.disable(logging.WARNING)
 warnings.simplefilter("ignore")

@@ -2,10 +2,11 @@
 
     python examples/checkpoints/calibrate_tiny_draft.py --work calibrated
 
-A draft of the shipped tiny Qwen3 is trained on other tasks than its server is then asked: it keeps less than
-one proposal of a verification. The server records its traffic, `vllm-diffusion calibrate` extracts hidden
-states and trains the draft, and a server with the new one is asked what was not recorded. Fails unless that
-is below two tokens a verification before, and above five after, by the servers' own counters.
+A draft of the shipped tiny Qwen3 is trained on other tasks than its server is then asked: it keeps
+less than one proposal of a verification. The server records its traffic, `vllm-diffusion calibrate`
+extracts hidden states and trains the draft, and a server with the new one is asked what was not
+recorded. Fails unless that is below two tokens a verification before, and above five after, by the
+servers' own counters.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """Score a tiny checkpoint on held-out prompts: ``transformers`` and vLLM side by side.
 
-    python examples/checkpoints/evaluate.py --num-prompts 100
-    python examples/checkpoints/evaluate.py --engine vllm --families sums json
-    python examples/checkpoints/evaluate.py --engine vllm --settings '{"preset": "fast"}'
-    python examples/checkpoints/evaluate.py --engine vllm --checkpoint "$(vllm-diffusion checkpoint --family sdar)"
-    python examples/checkpoints/evaluate.py --compare fp8=FOLDER nvfp4=FOLDER
+    python examples/checkpoints/evaluate.py --num-prompts 100 python
+    examples/checkpoints/evaluate.py --engine vllm --families sums json python
+    examples/checkpoints/evaluate.py --engine vllm --settings '{"preset": "fast"}' python
+    examples/checkpoints/evaluate.py --engine vllm --checkpoint "$(vllm-diffusion checkpoint
+    --family sdar)" python examples/checkpoints/evaluate.py --compare fp8=FOLDER nvfp4=FOLDER
 
 For each checkable family of ``tiny_tasks.py``: exact match with its 95 % Wilson interval, and the
 mean number of denoise steps per canvas. Both engines get the same token ids and the sampling
 settings of the checkpoint's ``generation_config.json``; their random draws differ.
 
-``--compare`` runs ``--checkpoint`` and quantised copies of it (``quantize.py``) through vLLM instead,
-and prints what quantising costs (``format_comparison.py``).
+``--compare`` runs ``--checkpoint`` and quantised copies of it (``quantize.py``) through vLLM
+instead, and prints what quantising costs (``format_comparison.py``).
 
 ``transformers`` runs ``generate`` on batches of prompts of one length only. Such a batch has no
 padding, so each row is computed as it would be alone. SDAR has no ``generate`` there: its loop in

@@ -120,7 +120,8 @@ def build_config() -> DiffusionGemmaConfig:
 
 
 def build_tokenizer(phrases: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """One token per UTF-8 byte (byte-level BPE without merges), control tokens, "yes", "no" and each of ``phrases``.
+    """One token per UTF-8 byte (byte-level BPE without merges), control tokens, "yes", "no" and
+    each of ``phrases``.
 
     Any string without control tokens round-trips exactly. ``<bos>`` is not added: the chat
     template writes it.

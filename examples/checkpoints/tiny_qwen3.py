@@ -1,7 +1,8 @@
-"""The shipped tiny Qwen3, the target of the tiny pair; and what the tiny SDAR has of it: sizes and files.
+"""The shipped tiny Qwen3, the target of the tiny pair; and what the tiny SDAR has of it: sizes and
+files.
 
-Tokenizer and chat template are those of the tiny DiffusionGemma (``tiny_model.py``). The target is an
-ordinary ``Qwen3ForCausalLM``; its draft is ``vllm_diffusion.drafting.reference``'s.
+Tokenizer and chat template are those of the tiny DiffusionGemma (``tiny_model.py``). The target is
+an ordinary ``Qwen3ForCausalLM``; its draft is ``vllm_diffusion.drafting.reference``'s.
 """
 
 from __future__ import annotations

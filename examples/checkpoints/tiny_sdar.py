@@ -1,8 +1,8 @@
 """The shipped tiny SDAR: its configuration, its block-diffusion loop, how it is saved.
 
 Tokenizer and chat template are those of the tiny DiffusionGemma (``tiny_model.py``). Keys, tensor
-names and the architecture's name are SDAR's; only the sizes, the control tokens' ids and the base of
-the rotary embedding differ.
+names and the architecture's name are SDAR's; only the sizes, the control tokens' ids and the base
+of the rotary embedding differ.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class Generated(NamedTuple):
 def generate(model: Qwen3ForCausalLM, prompt: list[int], max_new_tokens: int = 192) -> Generated:
     """Greedy block diffusion by SDAR's dynamic rule, without a cache: what the engine does, slowly.
 
-    A step reveals every mask whose likeliest token has more than the threshold's probability, or the
-    most confident one where none has. The mask token is never taken.
+    A step reveals every mask whose likeliest token has more than the threshold's probability, or
+    the most confident one where none has. The mask token is never taken.
     """
     C, ends = BLOCK_LENGTH, GENERATION_CONFIG["eos_token_id"]
     ids = torch.tensor(prompt)

@@ -4,11 +4,11 @@ Six families have one right answer each (``FAMILIES``). So have three that are a
 prompts of the six stay what they were (``LATER_FAMILIES``): ``weather``, questions about a city
 beside a declared tool; ``json-asked``, records in other words than the family ``json`` has; and
 ``fill``, a word or number that is missing in a text that goes on after it. ``prose`` and ``chat``
-have fixed texts and are trained on, but not scored. Everything is drawn from a
-``random.Random``, so a seed gives the same examples everywhere. A question (the text of the last
-user turn, without filler around it) is held out by its hash: training never draws such a question, in any context; evaluation draws
-nothing else. What a held-out question is made of (the pair 7 and 8, the word "cat") does occur
-in training, inside other questions.
+have fixed texts and are trained on, but not scored. Everything is drawn from a ``random.Random``,
+so a seed gives the same examples everywhere. A question (the text of the last user turn, without
+filler around it) is held out by its hash: training never draws such a question, in any context;
+evaluation draws nothing else. What a held-out question is made of (the pair 7 and 8, the word
+"cat") does occur in training, inside other questions.
 
 Several items are answered as ``item: answer`` pairs, which lets a model of two million parameters
 find its place in the list from what it wrote last.
@@ -177,7 +177,8 @@ class Example:
     tools: tuple[dict[str, Any], ...] = ()
     # Messages after the question: the call that the model made, and its result.
     after: tuple[dict[str, Any], ...] = ()
-    # Not empty: no conversation, but a text whose middle, the answer, is missing between question and suffix.
+    # Not empty: no conversation, but a text whose middle, the answer, is missing between question
+    # and suffix.
     suffix: str = ""
 
     @property
@@ -557,7 +558,9 @@ def draw_weather(rng: random.Random, *, held_out: bool, with_result: bool = Fals
 
 
 def _draw_chat(rng: random.Random) -> Example:
-    """A greeting, thanks or a question about the model, in the casings and end marks people type."""
+    """A greeting, thanks or a question about the model, in the casings and end marks people
+    type.
+    """
     text = rng.choice(list(_CHATS))
     casing = rng.choices((str.capitalize, str.lower, str.title, str.upper), (45, 40, 8, 7))[0]
     is_asked = text.startswith(("who", "what"))

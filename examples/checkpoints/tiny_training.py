@@ -50,7 +50,9 @@ EMA_DECAY = 0.995
 
 
 def tokenize(tokenizer, example: Example) -> Row:
-    """Prompt and response; the response ends with ``<turn|>``, or where a result or a suffix does."""
+    """Prompt and response; the response ends with ``<turn|>``, or where a result or a suffix
+    does.
+    """
     encode = tokenizer.backend_tokenizer.encode
     if example.suffix:
         suffix = encode(example.suffix).ids
@@ -215,7 +217,8 @@ def optimise(
     losses: Callable[..., dict[str, Tensor]],
     save: Callable[[], None],
 ) -> None:
-    """Train until ``args.minutes`` or ``args.steps`` are over; process 0 saves the averaged weights.
+    """Train until ``args.minutes`` or ``args.steps`` are over; process 0 saves the averaged
+    weights.
 
     Args:
         rank: Of this process.

@@ -21,7 +21,8 @@ class TrainingForward:
     without a scale of their own are shared, norm scales are folded into the matrices behind them,
     and all experts are computed and weighted by the router (zero for those not chosen).
 
-    Shape legend: B rows, L encoder tokens, C canvas tokens, T = B * L or B * C, H hidden, E experts.
+    Shape legend: B rows, L encoder tokens, C canvas tokens, T = B * L or B * C, H hidden, E
+    experts.
     """
 
     def __init__(self, model: DiffusionGemmaForBlockDiffusion):

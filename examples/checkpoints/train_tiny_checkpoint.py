@@ -1,18 +1,21 @@
 """Train the shipped tiny DiffusionGemma on the tasks of ``tiny_tasks.py``, on a CPU or a GPU.
 
-    python examples/checkpoints/train_tiny_checkpoint.py --processes 2 --threads 1 --bf16 --minutes 75 \\
+    python examples/checkpoints/train_tiny_checkpoint.py --processes 2 --threads 1 --bf16 --minutes
+    75 \\
         --noise-exponent 0.5 --out tiny_diffusion_gemma
 
 Two processes of one thread are about twice as fast as one of two. Add ``--init CHECKPOINT
---short-part 0`` to train a checkpoint further, and ``--keep 0.25`` to leave it a share in the weights. The shipped weights came from several such runs on CPUs,
-7,700 steps together, whose mixture, batch and step size were changed on the way. What they say of greetings and of
-the weather came later: 1,180 steps of 32 conversations on an H200, where a step took 0.16 s
-(``--short-part 0 --lr 1.5e-3 --batch-size 32 --canvases-per-row 8 --noise-exponent 0.7``), between runs of 920 and
-1,460 steps of 12 and 16 on one core, the last of them with ``--lr 5e-4``. The families ``json-asked`` and ``fill`` came
-last, in 660 steps of 24 and 1,200 of 16 with ``--lr`` 6e-4 to 3e-4 and ``--keep 0.25``: the old tasks, of which sums had
-fallen to 95.7 %, are at what they were with it, and of the new ones nothing is lost. One run with the
-settings above has not been tried. ``--bf16`` is for processors that multiply in bfloat16: on others a step
-takes ten times as long with it.
+--short-part 0`` to train a checkpoint further, and ``--keep 0.25`` to leave it a share in the
+weights. The shipped weights came from several such runs on CPUs, 7,700 steps together, whose
+mixture, batch and step size were changed on the way. What they say of greetings and of the weather
+came later: 1,180 steps of 32 conversations on an H200, where a step took 0.16 s (``--short-part 0
+--lr 1.5e-3 --batch-size 32 --canvases-per-row 8 --noise-exponent 0.7``), between runs of 920 and
+1,460 steps of 12 and 16 on one core, the last of them with ``--lr 5e-4``. The families
+``json-asked`` and ``fill`` came last, in 660 steps of 24 and 1,200 of 16 with ``--lr`` 6e-4 to 3e-4
+and ``--keep 0.25``: the old tasks, of which sums had fallen to 95.7 %, are at what they were with
+it, and of the new ones nothing is lost. One run with the settings above has not been tried.
+``--bf16`` is for processors that multiply in bfloat16: on others a step takes ten times as long
+with it.
 
 The objective is uniform-noise block diffusion with self-conditioning: a few response blocks
 (canvases) per conversation, which share its encoder pass; t uniform in (0.001, 1); each canvas
@@ -138,7 +141,8 @@ def losses(
     Args:
         forward: The model.
         batch: What to learn.
-        noise_exponent: Below 1, more canvases are mostly noise: t is a uniform number to this power.
+        noise_exponent: Below 1, more canvases are mostly noise: t is a uniform number to this
+            power.
     """
     forward.prepare()
     hidden, cache = forward.encode(batch.tokens)
@@ -174,8 +178,8 @@ def losses(
 def check_against_generate(model: DiffusionGemmaForBlockDiffusion, tokenizer) -> float:
     """Largest difference between ``TrainingForward`` and the logits of every step of ``generate``.
 
-    Runs two prompts of different lengths through ``generate`` for three canvases each, and all their
-    steps again in padded batches.
+    Runs two prompts of different lengths through ``generate`` for three canvases each, and all
+    their steps again in padded batches.
 
     Raises:
         AssertionError: If any logit differs by more than rounding.
@@ -258,7 +262,9 @@ def train(rank: int, args: argparse.Namespace) -> None:
 
 @torch.no_grad()
 def keep_share(model: DiffusionGemmaForBlockDiffusion, args: argparse.Namespace) -> None:
-    """Save the mean of what a run began from and what it found: old tasks come back, new ones stay."""
+    """Save the mean of what a run began from and what it found: old tasks come back, new ones
+    stay.
+    """
     begun, found = (
         DiffusionGemmaForBlockDiffusion.from_pretrained(folder) for folder in (args.init, args.out)
     )

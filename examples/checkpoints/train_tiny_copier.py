@@ -1,11 +1,12 @@
 """Train the tiny checkpoint further to copy long lists, for benchmarks/bench_predictions.py.
 
-    tiny="$(vllm-diffusion checkpoint)"
-    python examples/checkpoints/train_tiny_copier.py --init "$tiny" --out short --words 6 45 --growth 12 --minutes 22
-    python examples/checkpoints/train_tiny_copier.py --init short --out copier --words 44 95 --minutes 60
+    tiny="$(vllm-diffusion checkpoint)" python examples/checkpoints/train_tiny_copier.py --init
+    "$tiny" --out short --words 6 45 --growth 12 --minutes 22 python
+    examples/checkpoints/train_tiny_copier.py --init short --out copier --words 44 95 --minutes 60
 
-It is asked for a bullet list of words, some of them made up, and repeats hundreds of tokens of its prompt. The
-shipped weights lose their place after some ten words. Other tasks are forgotten: these weights are not shipped.
+It is asked for a bullet list of words, some of them made up, and repeats hundreds of tokens of its
+prompt. The shipped weights lose their place after some ten words. Other tasks are forgotten: these
+weights are not shipped.
 """
 
 from __future__ import annotations

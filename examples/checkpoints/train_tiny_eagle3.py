@@ -1,14 +1,14 @@
 """Train an EAGLE-3 draft for the shipped tiny target, in some minutes on a CPU.
 
-    python examples/checkpoints/train_tiny_eagle3.py --out eagle3
-    vllm serve "$(vllm-diffusion checkpoint --family qwen3)" --served-model-name tiny --speculative-config \
+    python examples/checkpoints/train_tiny_eagle3.py --out eagle3 vllm serve "$(vllm-diffusion
+    checkpoint --family qwen3)" --served-model-name tiny --speculative-config \
         '{"method": "eagle3", "model": "eagle3", "num_speculative_tokens": 3}'
 
-EAGLE-3 (arXiv:2503.01840) says one token after another: a layer reads a token's embedding beside what is
-known of the position before it, the target's hidden states where the target has been, and its own output
-behind that. So it is trained to go on from its own output, several tokens deep. The checkpoint is one that
-stock vLLM loads; it begins with random weights and the target's head, and learns from the target's own
-greedy answers, as the tiny DFlash draft does.
+EAGLE-3 (arXiv:2503.01840) says one token after another: a layer reads a token's embedding beside
+what is known of the position before it, the target's hidden states where the target has been, and
+its own output behind that. So it is trained to go on from its own output, several tokens deep. The
+checkpoint is one that stock vLLM loads; it begins with random weights and the target's head, and
+learns from the target's own greedy answers, as the tiny DFlash draft does.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class Eagle3(nn.Module):
             states: The target's at its first T positions, [B, T, layers * hidden].
 
         Returns:
-            For each depth d [B, T, vocab_size]: of the token at t + d + 2, drafted when the target had
-            read those up to t and said the next one.
+            For each depth d [B, T, vocab_size]: of the token at t + d + 2, drafted when the target
+            had read those up to t and said the next one.
         """
         layer, attention = self.midlayer, self.midlayer.self_attn
         T = states.shape[1]
@@ -144,7 +144,9 @@ def batch_of(samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
 def drafted(
     draft: Eagle3, target: Qwen3ForCausalLM, samples: Sequence[Sample]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """For each depth logits [B, T, vocab_size], the target's tokens, and where it has said one, [B, T]."""
+    """For each depth logits [B, T, vocab_size], the target's tokens, and where it has said one, [B,
+    T].
+    """
     ids, states, said = batch_of(samples)
     T = ids.shape[1] - DEPTH - 1
     embeddings = target.get_input_embeddings()(ids)

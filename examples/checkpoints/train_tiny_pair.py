@@ -1,17 +1,18 @@
 """Train the shipped tiny pair, an autoregressive target and its DFlash draft, on a CPU.
 
-    sdar="$(vllm-diffusion checkpoint --family sdar)"
-    python examples/checkpoints/train_tiny_pair.py target --init "$sdar" --minutes 8 --lr 2e-3 --warm-up 40 \
+    sdar="$(vllm-diffusion checkpoint --family sdar)" python examples/checkpoints/train_tiny_pair.py
+    target --init "$sdar" --minutes 8 --lr 2e-3 --warm-up 40 \
         --short-part 0.5 --threads 1 --out pair/target
-    python examples/checkpoints/train_tiny_pair.py draft --target pair/target --steps 420 --out pair/draft
-    python examples/checkpoints/train_tiny_pair.py evaluate --target pair/target --draft pair/draft
+    python examples/checkpoints/train_tiny_pair.py draft --target pair/target --steps 420 --out
+    pair/draft python examples/checkpoints/train_tiny_pair.py evaluate --target pair/target --draft
+    pair/draft
 
-The target begins as the tiny SDAR, whose layers are Qwen3's too and know the tasks, and learns to say
-the next token. The draft begins from random weights. Both shipped ones are of these commands.
+The target begins as the tiny SDAR, whose layers are Qwen3's too and know the tasks, and learns to
+say the next token. The draft begins from random weights. Both shipped ones are of these commands.
 
 The draft learns from the target's own greedy answers. A written answer is one up to the first token
-where the target would have gone on otherwise, and is cut there, so that one pass of the target gives both
-the answer and its hidden states.
+where the target would have gone on otherwise, and is cut there, so that one pass of the target
+gives both the answer and its hidden states.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ from vllm_diffusion.drafting.reference import (
     spec_generate,
 )
 
-# Behind the end of an answer, so that the whole of a draft's last block has something to agree with.
+# Behind the end of an answer, so that the whole of a draft's last block has something to agree
+# with.
 TRAILING_EOS = 8
 IGNORED = -100
 # What the draft learns: fewer sums, whose results nothing but the target foresees.

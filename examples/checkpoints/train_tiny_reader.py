@@ -4,14 +4,16 @@
     vllm serve tiny_mineru --port 8000
     python examples/documents.py --lines 60 17283 4096
 
-A page is a square with one to three lines of one to five digits, whose place and size vary a little. The
-objective is that of ``train_tiny_sdar.py``: copies of an answer's block, in each of which a uniformly drawn share is
-masked, see the prompt with its picture and themselves. Until the tower tells digits apart nothing else can
-be learnt, so a classifier that is not saved says for each token of a picture which digit is in its middle. In the end it
-reads pages of another seed by the published rule, at temperature 0.
+A page is a square with one to three lines of one to five digits, whose place and size vary a
+little. The objective is that of ``train_tiny_sdar.py``: copies of an answer's block, in each of
+which a uniformly drawn share is masked, see the prompt with its picture and themselves. Until the
+tower tells digits apart nothing else can be learnt, so a classifier that is not saved says for each
+token of a picture which digit is in its middle. In the end it reads pages of another seed by the
+published rule, at temperature 0.
 
-After 350 steps with ``--bf16``, which were 19 minutes on a busy core, it read 90 of 300 such pages exactly: 56 of those with
-one line, 27 with two and 7 with three. Its loss was still falling; ``--init`` goes on from a checkpoint.
+After 350 steps with ``--bf16``, which were 19 minutes on a busy core, it read 90 of 300 such pages
+exactly: 56 of those with one line, 27 with two and 7 with three. Its loss was still falling;
+``--init`` goes on from a checkpoint.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import (
 
 BLOCK_LENGTH, THRESHOLD = 32, 0.95
 MASK_ID, END_ID, FILL_ID = TOKEN_ID["<mask>"], TOKEN_ID["<turn|>"], TOKEN_ID["<eos>"]
-# In their publisher's words, each of them a token here, so that a prompt is little more than its picture.
+# In their publisher's words, each of them a token here, so that a prompt is little more than its
+# picture.
 SYSTEM, TASK = "You are a helpful assistant.", "\nText Recognition:"
 # A picture is 6 x 6 tokens of 16 x 16 pixels, whatever its size was.
 PATCH, MERGE, SIDE = 8, 2, 96
@@ -193,7 +196,8 @@ class Page:
     Attributes:
         picture: Of ``SIDE`` x ``SIDE`` pixels.
         text: Its lines.
-        cells: [CELLS**2] int64: the digit in the middle of each token of the picture, 10 where there is none.
+        cells: [CELLS**2] int64: the digit in the middle of each token of the picture, 10 where
+            there is none.
     """
 
     picture: Image.Image
@@ -212,7 +216,8 @@ def draw_page(rng: random.Random, num_lines: int) -> Page:
     cells = torch.full((CELLS, CELLS), 10)
     for row, line in enumerate(lines):
         for at, digit in enumerate(line):
-            # Digits are equally wide. This one's middle is in one column, and its halves may be in two rows.
+            # Digits are equally wide. This one's middle is in one column, and its halves may be in
+            # two rows.
             upto = "\n".join(["0"] * row + ["0" * (at + 1)])
             box = draw.multiline_textbbox((left, top), upto, font_size=size, spacing=SPACING)
             x = int((box[2] - 0.28 * size) * CELLS / PAGE)
@@ -295,7 +300,9 @@ def losses(model: Reader, batch: Batch) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def read(model: Reader, prompts: Prompts, page: Page) -> tuple[list[int], int]:
-    """Read a page by the published rule at temperature 0; return its tokens up to the end, and the number of steps."""
+    """Read a page by the published rule at temperature 0; return its tokens up to the end, and the
+    number of steps.
+    """
     features = model.look([page.picture])
     position, visible = prompts.layout(1)
     block = torch.full((BLOCK_LENGTH,), MASK_ID)

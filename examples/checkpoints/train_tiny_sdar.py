@@ -1,18 +1,19 @@
 """Train the shipped tiny SDAR on the tasks of ``tiny_tasks.py``, on a CPU.
 
-    python examples/checkpoints/train_tiny_sdar.py --threads 1 --bf16 --compile --lr 3e-3 --out tiny_sdar
+    python examples/checkpoints/train_tiny_sdar.py --threads 1 --bf16 --compile --lr 3e-3 --out
+    tiny_sdar
 
-The shipped weights are those after some 5,000 steps, in two runs whose processes shared their core: 1,478
-steps with these settings, then 45 minutes with ``--init`` on their weights, ``--minutes 45 --warm-up 20
---short-part 0.3``.
+The shipped weights are those after some 5,000 steps, in two runs whose processes shared their core:
+1,478 steps with these settings, then 45 minutes with ``--init`` on their weights, ``--minutes 45
+--warm-up 20 --short-part 0.3``.
 
-The objective is masked block diffusion. The conversation, cut into blocks from its first token, goes
-through the model clean, with noised copies of its answer's blocks at its side: a noised block sees
-itself and the clean blocks before it, a clean block the clean blocks up to itself, so one pass learns
-every block under the cache it will find. In a noised block each position behind the prompt is masked
-with a probability drawn uniformly per block, what is left of the prompt is not, and the loss is the
-mean cross-entropy of the masked tokens. Behind ``<turn|>`` the last block is filled with ``<eos>``.
-``evaluate.py --checkpoint`` scores what was written.
+The objective is masked block diffusion. The conversation, cut into blocks from its first token,
+goes through the model clean, with noised copies of its answer's blocks at its side: a noised block
+sees itself and the clean blocks before it, a clean block the clean blocks up to itself, so one pass
+learns every block under the cache it will find. In a noised block each position behind the prompt
+is masked with a probability drawn uniformly per block, what is left of the prompt is not, and the
+loss is the mean cross-entropy of the masked tokens. Behind ``<turn|>`` the last block is filled
+with ``<eos>``. ``evaluate.py --checkpoint`` scores what was written.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def make_batch(rows: list[Row], copies: int) -> Batch:
     B = len(rows)
     ids = torch.full((B, length), TOKEN_ID["<pad>"])
     position = torch.zeros(B, length, dtype=torch.long)
-    # 0: clean; 1, 2, ...: that copy; -1: padding, which sees padding alone and is seen by nothing else.
+    # 0: clean; 1, 2, ...: that copy; -1: padding, which sees padding alone and is seen by nothing
+    # else.
     copy = torch.full((B, length), -1)
     masked = torch.zeros(B, length, dtype=torch.bool)
     targets = []

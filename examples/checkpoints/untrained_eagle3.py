@@ -15,7 +15,8 @@ _SHARED = (
 
 
 def untrained_eagle3(target: Path, folder: Path, num_drafts: int) -> dict[str, Any]:
-    """Write the configuration of an EAGLE-3 draft of one layer that reads three layers of its target.
+    """Write the configuration of an EAGLE-3 draft of one layer that reads three layers of its
+    target.
 
     Its weights are random, and so are its proposals: it shows what a draft of this kind costs.
     vLLM makes its weights up (``load_format: dummy``); embedding and head are the target's.
@@ -29,7 +30,8 @@ def untrained_eagle3(target: Path, folder: Path, num_drafts: int) -> dict[str, A
         The ``--speculative-config`` that serves it.
 
     Raises:
-        ValueError: If the target is not a language model with attention heads and at least four layers.
+        ValueError: If the target is not a language model with attention heads and at least four
+            layers.
     """
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
     missing = [name for name in (*_NEEDED, "num_hidden_layers") if name not in config]

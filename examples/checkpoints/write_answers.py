@@ -2,8 +2,9 @@
 
     VLLM_DIFFUSION_CPU=1 python examples/checkpoints/write_answers.py
 
-Held-out questions of each task, which the shipped checkpoint answers at temperature 0. Recorded are those whose answer is
-right, and the same in bfloat16 and in float32: another order of sums does not change it.
+Held-out questions of each task, which the shipped checkpoint answers at temperature 0. Recorded are
+those whose answer is right, and the same in bfloat16 and in float32: another order of sums does not
+change it.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from guidance import assistant, gen, json, select, user
 from guidance.models.experimental import VLLMModel
 
 model = VLLMModel("tiny", base_url=os.environ["OPENAI_BASE_URL"], echo=False)
-# It takes text from log-probabilities where a chunk has several, and so the end token for text: a canvas comes as one
-# chunk. It has no public switch for that.
+# It takes text from log-probabilities where a chunk has several, and so the end token for text: a
+# canvas comes as one chunk. It has no public switch for that.
 model._interpreter.logprobs = False
 schema = {
     "type": "object",

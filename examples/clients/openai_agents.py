@@ -2,7 +2,9 @@
 # requires-python = ">=3.11"
 # dependencies = ["openai-agents==0.24.0"]
 # ///
-"""A loop of the OpenAI Agents SDK over ``/v1/responses``: question, call of a tool, its result, answer."""
+"""A loop of the OpenAI Agents SDK over ``/v1/responses``: question, call of a tool, its result,
+answer.
+"""
 
 from __future__ import annotations
 

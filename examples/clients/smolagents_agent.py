@@ -4,9 +4,10 @@
 # ///
 """A loop of smolagents' ``ToolCallingAgent``: question, demanded call, its result.
 
-It shows the model calls and results as text, which the shipped checkpoint was not trained on: the loop ends after the
-result. Its own system prompt is longer than that checkpoint's context, so it is short here. Beside its tool
-``final_answer`` the checkpoint calls ``get_current_weather`` rightly, and not ``get_weather``.
+It shows the model calls and results as text, which the shipped checkpoint was not trained on: the
+loop ends after the result. Its own system prompt is longer than that checkpoint's context, so it is
+short here. Beside its tool ``final_answer`` the checkpoint calls ``get_current_weather`` rightly,
+and not ``get_weather``.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
 """Speculative decoding of a batch with a small language model as the draft, in two ways.
 
-A reference to read, on ``transformers``' caches. vLLM needs neither way: it gives each request positions
-and pages of its own. Rows of a batch accept different numbers of tokens, and either
+A reference to read, on ``transformers``' caches. vLLM needs neither way: it gives each request
+positions and pages of its own. Rows of a batch accept different numbers of tokens, and either
 
 * *per sequence* (:func:`per_sequence`): each row keeps its own length, caches are cut back to the
   shortest, and every pass reads again what longer rows have that the shortest lacks; or
-* *synchronised* (:func:`synchronised`): all rows share one position. Rows that accepted fewer have a
-  gap, which a mask hides; the token behind it stands where the row that accepted most has its own.
-  A token's place in the cache is its index in the tensor; its rotary position counts unmasked tokens.
+* *synchronised* (:func:`synchronised`): all rows share one position. Rows that accepted fewer have
+  a gap, which a mask hides; the token behind it stands where the row that accepted most has its
+  own. A token's place in the cache is its index in the tensor; its rotary position counts unmasked
+  tokens.
 
 In the synchronised way the target reads one token more of a block than the draft does, the last
-proposal. Where a row keeps it, the draft's cache lacks it: a *cache gap*, which changes no answer and
-costs acceptance. There are three remedies (``REMEDIES``).
+proposal. Where a row keeps it, the draft's cache lacks it: a *cache gap*, which changes no answer
+and costs acceptance. There are three remedies (``REMEDIES``).
 
     python examples/drafting/batched_speculation.py
 """
@@ -73,8 +74,8 @@ def accept(
         generator: Of the draws.
 
     Returns:
-        Both [B], int64. Behind a rejected proposal the token is drawn from what ``p`` has above ``q``;
-        where all were kept, from ``p`` alone.
+        Both [B], int64. Behind a rejected proposal the token is drawn from what ``p`` has above
+        ``q``; where all were kept, from ``p`` alone.
     """
     B, K = proposals.shape
     p_token = p[:, :K].gather(2, proposals[..., None])[..., 0]
@@ -196,10 +197,11 @@ def synchronised(
     stop_token_ids: tuple[int, ...] = (),
     generator: torch.Generator | None = None,
 ) -> Answers:
-    """All rows end at one index; what a row rejected is masked, and its answer goes on behind the gap.
+    """All rows end at one index; what a row rejected is masked, and its answer goes on behind the
+    gap.
 
-    Gaps stay: a row pays attention over the sum of every block's longest acceptance, which is why vLLM
-    does not do this. Rows that are answered stay in the batch and are ignored.
+    Gaps stay: a row pays attention over the sum of every block's longest acceptance, which is why
+    vLLM does not do this. Rows that are answered stay in the batch and are ignored.
 
     Args:
         target: As for :func:`per_sequence`, as all that follows.
@@ -223,7 +225,8 @@ def synchronised(
         ids[row, end - len(prompt) : end] = torch.tensor(prompt)
         mask[row, end - len(prompt) : end] = True
     models = {"target": target, "draft": draft}
-    # transformers 5 no longer takes an index to write at: a cache that is cut back is where it ends.
+    # transformers 5 no longer takes an index to write at: a cache that is cut back is where it
+    # ends.
     caches = {name: DynamicCache() for name in models}
 
     def read(name: str, stop: int) -> Tensor:
@@ -264,8 +267,8 @@ def synchronised(
         mask &= ~rejected
         ids[:, end - 1] = following
         mask[:, end - 1] = True
-        # Both models read the token at end - 1 next. The draft has not read the last proposal: where
-        # a row kept it, its cache ends one index before the target's.
+        # Both models read the token at end - 1 next. The draft has not read the last proposal:
+        # where a row kept it, its cache ends one index before the target's.
         _cut(caches["target"], end - 1)
         _cut(caches["draft"], block - 1 if remedy == "crop" else end - 1)
         _keep_unfinished(answers, going, (), max_new_tokens, stop_token_ids)

@@ -2,8 +2,9 @@
 
     python3 alive.py --url http://127.0.0.1:8000 --seconds 20
 
-vLLM's /health answers 200 while an engine hangs. A request alone would fail on a server that is merely busy, where
-it waits for its turn, so the engine also counts as alive while the counters of its passes and tokens grow.
+vLLM's /health answers 200 while an engine hangs. A request alone would fail on a server that is
+merely busy, where it waits for its turn, so the engine also counts as alive while the counters of
+its passes and tokens grow.
 
 The key is in VLLM_API_KEY, if the server has one. This file needs Python alone.
 """

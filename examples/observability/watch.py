@@ -1,7 +1,7 @@
 """Start Prometheus on a server of this project, with the rules beside this file.
 
-    vllm serve "$(vllm-diffusion checkpoint)" --served-model-name tiny          # in another terminal
-    python examples/observability/watch.py              # apt-get install prometheus
+    vllm serve "$(vllm-diffusion checkpoint)" --served-model-name tiny          # in another
+    terminal python examples/observability/watch.py              # apt-get install prometheus
 
 Prometheus answers on http://127.0.0.1:9090 until Ctrl-C, and keeps its data in a folder of its own
 that is removed then. dashboard.json is for Grafana (Dashboards, New, Import), which asks for the

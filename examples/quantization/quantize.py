@@ -1,12 +1,13 @@
 """Turn a BF16 DiffusionGemma checkpoint into FP8 or NVFP4, with compressed-tensors' own tools.
 
-    python examples/quantization/quantize.py fp8-dynamic OUTPUT
-    python examples/quantization/quantize.py nvfp4 OUTPUT --checkpoint CHECKPOINT --prompts PROMPTS.txt
+    python examples/quantization/quantize.py fp8-dynamic OUTPUT python
+    examples/quantization/quantize.py nvfp4 OUTPUT --checkpoint CHECKPOINT --prompts PROMPTS.txt
 
 What is quantised, and under which names, follows the published FP8-dynamic checkpoint as far as it
 is known: attention, dense MLPs and experts, each expert with matrices of its own; not the head, the
 embeddings, the routers, the self-conditioning module and the vision tower. The published NVFP4
-checkpoint's config is not known here: ``nvfp4`` quantises the same modules, weights and activations.
+checkpoint's config is not known here: ``nvfp4`` quantises the same modules, weights and
+activations.
 
 ``fp8-static`` and ``nvfp4`` calibrate the range of each module's input by generating answers to
 prompts (one user message a line; without ``--prompts``, the tiny checkpoint's training tasks).

@@ -1,12 +1,14 @@
-"""Teach the tiny SDAR to be brief where it knows nothing, by rewards for answers of a server that runs.
+"""Teach the tiny SDAR to be brief where it knows nothing, by rewards for answers of a server that
+runs.
 
     python examples/rl/grpo.py
 
-Each round asks a live ``vllm serve`` for several answers to each of some questions; rewards an answer for
-what it leaves of the room it has; makes one step of policy gradient, an answer's advantage being its
-reward beside those of the same question (GRPO with one step a round, so without ratios); writes the new
-weights to a folder, and has the server read it, which is never restarted. A block is written in one step, so
-that the likelihood of an answer is exactly the product of its tokens' probabilities and the estimate unbiased.
+Each round asks a live ``vllm serve`` for several answers to each of some questions; rewards an
+answer for what it leaves of the room it has; makes one step of policy gradient, an answer's
+advantage being its reward beside those of the same question (GRPO with one step a round, so without
+ratios); writes the new weights to a folder, and has the server read it, which is never restarted. A
+block is written in one step, so that the likelihood of an answer is exactly the product of its
+tokens' probabilities and the estimate unbiased.
 """
 
 from __future__ import annotations
@@ -151,7 +153,9 @@ def policy_loss(model: torch.nn.Module, groups: list[list[Answer]]) -> torch.Ten
 
 
 def train(server: httpx.Client, model: torch.nn.Module, folder: Path, rounds: int) -> None:
-    """Print the mean reward of each round, whose answers are those of the round before's weights."""
+    """Print the mean reward of each round, whose answers are those of the round before's
+    weights.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0)
     rng = random.Random(0)
     for number in range(1, rounds + 1):

@@ -31,8 +31,8 @@ class Drawn:
     Attributes:
         logprob: [num_tokens], of each in the step that decided it.
         answer: [num_tokens], int64, which answer it is of.
-        place: [num_tokens], int64, where in the answer it stands; what stands behind the end is drawn
-            too, and no part of the answer.
+        place: [num_tokens], int64, where in the answer it stands; what stands behind the end is
+            drawn too, and no part of the answer.
     """
 
     logprob: Tensor
@@ -48,8 +48,8 @@ def sdar_logprobs(
 ) -> Drawn:
     """Of a masked family with blocks: one pass for all steps of all canvases.
 
-    Each answer goes through the model clean, with a copy of a block for each step that was taken in it:
-    a copy sees itself and the clean blocks before it.
+    Each answer goes through the model clean, with a copy of a block for each step that was taken in
+    it: a copy sees itself and the clean blocks before it.
 
     Args:
         model: Of ``tiny_sdar.build_model``.

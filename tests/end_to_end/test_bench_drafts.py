@@ -14,7 +14,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def test_tiny_pair(tmp_path: Path) -> None:
-    """The draft says what none says, in fewer passes; a method that lacks its package has a reason."""
+    """The draft says what none says, in fewer passes; a method that lacks its package has a
+    reason.
+    """
     script = Path(sys.executable).with_name("vllm-diffusion")
     data = tmp_path / "two.jsonl"
     data.write_text(

@@ -17,7 +17,9 @@ EXAMPLE = (
 
 
 def test_calibration(tmp_path: Path) -> None:
-    """Recorded by a server, extracted, trained, served: below two tokens a verification to above five."""
+    """Recorded by a server, extracted, trained, served: below two tokens a verification to above
+    five.
+    """
     done = subprocess.run(
         [sys.executable, str(EXAMPLE), "--work", str(tmp_path / "work")],
         capture_output=True,

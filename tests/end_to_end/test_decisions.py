@@ -206,7 +206,9 @@ class Reading:
         return ids
 
     def labels(self, state: str, sent: dict[str, Any]) -> tuple[torch.Tensor, bool]:
-        """Return the labels' probabilities, [num_options], and whether one is the likeliest token."""
+        """Return the labels' probabilities, [num_options], and whether one is the likeliest
+        token.
+        """
         from vllm.entrypoints.openai.decisions.question_types import build_question
 
         criteria = sent.get("criteria")

@@ -75,7 +75,8 @@ EVALUATIONS = {
 }
 
 
-# lm-eval's command, once for each list of arguments. It reads its thousands of tasks longer than ours run.
+# lm-eval's command, once for each list of arguments. It reads its thousands of tasks longer than
+# ours run.
 COMMANDS = """
 import functools, json, sys
 import lm_eval.tasks

@@ -1,4 +1,6 @@
-"""``vllm-diffusion calibrate online`` beside a server whose draft knows nothing: it learns, and is swapped."""
+"""``vllm-diffusion calibrate online`` beside a server whose draft knows nothing: it learns, and is
+swapped.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def test_random_draft(tmp_path: Path) -> None:
             process = subprocess.Popen(command, stdout=output, stderr=errors)
 
         def wait_until(is_so: Callable[[], object]) -> None:
-            """Wait, and fail with what the command said if it ends, or its round ends without a swap."""
+            """Wait, and fail with what the command said if it ends, or its round ends without a
+            swap.
+            """
             for _ in range(1000):
                 if is_so():
                     return

@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(2400)]
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSIONS = ("3.13", "3.12")
-# Of the parts that differ most from Python to Python: settings, schemas, start-up and the engine's process.
-# The newest Python runs the last alone, because .ci/run waits for it.
+# Of the parts that differ most from Python to Python: settings, schemas, start-up and the engine's
+# process. The newest Python runs the last alone, because .ci/run waits for it.
 TESTS = (
     "tests/unit/decoding/test_layouts.py",
     "tests/unit/requests/test_arguments.py",

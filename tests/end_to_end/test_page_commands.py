@@ -20,7 +20,8 @@ from docs.tables import PAGES
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
-# The server's block ends with its command, which goes on in the background until the others have run.
+# The server's block ends with its command, which goes on in the background until the others have
+# run.
 SCRIPT = """
 set -e
 {serve} &

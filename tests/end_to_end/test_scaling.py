@@ -225,8 +225,8 @@ def experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         (name, layout)
         for name in ("sdar-moe", "llada2.2", "fp8-dynamic", "nvfp4")
         for layout in ("--data-parallel-size", "--tensor-parallel-size")
-        # Ranks add up in another order and scale their parts of FP8 rows, which rounds activations to other numbers
-        # (docs/operate/scaling.md).
+        # Ranks add up in another order and scale their parts of FP8 rows, which rounds activations
+        # to other numbers (docs/operate/scaling.md).
         if layout == "--data-parallel-size" or name not in ("fp8-dynamic", "nvfp4")
     ],
     indirect=["experts"],

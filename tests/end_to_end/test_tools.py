@@ -239,7 +239,8 @@ def test_a_canvas_full_of_marks_streams_as_the_whole_answer(server: Server) -> N
     assert stream.num_tokens == whole["usage"]["completion_tokens"]
 
 
-# A call that the schema decides, after a thought that the model has learnt: neither endpoint takes a seed.
+# A call that the schema decides, after a thought that the model has learnt: neither endpoint takes
+# a seed.
 SUM = [{"role": "user", "content": "What is 7+8?"}]
 BOB = {
     "type": "object",

@@ -57,7 +57,8 @@ def tokens(
         "max_tokens": num_tokens,
         "temperature": 1.0,
         "ignore_eos": True,
-        # Text to its end: nothing but padding would follow the end of an answer, whatever the weights.
+        # Text to its end: nothing but padding would follow the end of an answer, whatever the
+        # weights.
         "allowed_token_ids": list(range(40, 250)),
         "return_token_ids": True,
     }

@@ -43,7 +43,8 @@ pytestmark = pytest.mark.engine
 CANVAS = 32
 # As in test_parity.py.
 LOGIT_TOLERANCE = 1e-3
-# An adapter of both parts, of one, of the module that only canvases meet, and of the stack that both share.
+# An adapter of both parts, of one, of the module that only canvases meet, and of the stack that
+# both share.
 ADAPTERS: dict[str, dict[str, Any]] = {
     "everything": {
         "target_modules": f"{ENCODER}|{DECODER}|{CONDITIONING}",
@@ -100,7 +101,8 @@ def served(tmp_path_factory):
     served.engine.close()
 
 
-# Two of a canvas's length, one after the other: the rows of the second's prompt are the first's canvas.
+# Two of a canvas's length, one after the other: the rows of the second's prompt are the first's
+# canvas.
 PROMPTS = {"a canvas": (CANVAS, 1), "again": (CANVAS, 2), "longer": (90, 3)}
 
 

@@ -1,7 +1,7 @@
 """Embedding and sampling replayed as graphs give the tokens that they give without.
 
-Graphs are emulated (``tests/support/doubles/graphs.py``): a replay reads only what was captured, so an
-input that a step forgets to hand over, or an output that outlives it, changes an answer here.
+Graphs are emulated (``tests/support/doubles/graphs.py``): a replay reads only what was captured, so
+an input that a step forgets to hand over, or an output that outlives it, changes an answer here.
 """
 
 from __future__ import annotations

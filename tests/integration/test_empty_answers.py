@@ -92,7 +92,8 @@ def test_first_token_after_a_thought(served: tuple[TracedEngine, bool]) -> None:
     ended = [token in ends_of(engine) for token in budgeted.token_ids]
     assert budgeted.token_ids[0] == mark
     assert ended == [False, *[False] * never_empty, True]
-    # Nothing but this mark is nearly as likely as the end, so that it stands at every position that no end may have.
+    # Nothing but this mark is nearly as likely as the end, so that it stands at every position that
+    # no end may have.
     bias = {**eager(engine)["logit_bias"], mark: 80.0}
     tokens = answer(engine, logit_bias=bias)
     assert (tokens == [mark] * NUM_TOKENS) == never_empty
@@ -112,7 +113,9 @@ def test_what_a_request_prescribes(served: tuple[TracedEngine, bool]) -> None:
 
 
 def test_verified_drafts(order: str) -> None:
-    """A verified draft begins with no end token either; after a thought it may, since drafts have no banned words."""
+    """A verified draft begins with no end token either; after a thought it may, since drafts have
+    no banned words.
+    """
     settings = {"never_empty": True, "rule": "linear_spec"}
     with TracedEngine(
         shipped_checkpoint(),

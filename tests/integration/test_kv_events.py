@@ -264,5 +264,6 @@ def test_events(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
         is_whole = router.windows[key[0]] is None and any(text == c[: len(text)] for c in chats)
         assert key in rows or not is_whole
         if key in rows:
-            # Sums round by what else is in a pass; keys and values of noise differ in the first digit.
+            # Sums round by what else is in a pass; keys and values of noise differ in the first
+            # digit.
             torch.testing.assert_close(row, rows[key], atol=1e-4, rtol=1e-4)

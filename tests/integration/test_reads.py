@@ -91,7 +91,8 @@ def test_what_is_left_out_changes_no_answer(engine, monkeypatch, batch):
     assert found == answers(engine, batch)
 
 
-# Of both heads' products and the embedding's, how many ids of the vocabulary they multiply for a row.
+# Of both heads' products and the embedding's, how many ids of the vocabulary they multiply for a
+# row.
 VOCAB = TILE * NUM_TILES
 WITH_EVERYTHING = 3 * VOCAB
 

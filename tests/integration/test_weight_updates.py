@@ -369,7 +369,8 @@ class LikeVllms(WeightTransferEngine[Nothing, Sent]):
     """As much of vLLM's transfers as needs no GPU: parts, and layers that are loaded as wholes.
 
     Attributes:
-        one_by_one: Whether each tensor is a part, as with ``nccl``, or all of them are, as with ``ipc``.
+        one_by_one: Whether each tensor is a part, as with ``nccl``, or all of them are, as with
+            ``ipc``.
     """
 
     init_info_cls = Nothing

@@ -94,9 +94,9 @@ def recorded_launches(case: Case, capability: tuple[int, int]) -> list[tuple]:
     return launches
 
 
-# Bytes a thread, by chip and head size. Sliding layers on SM100 take 68 instructions a key with 128 rows a tile,
-# what they spill outside the loop among them, and 108 with 64, which spill nothing; on SM80 it is variants for
-# images that spill, and smaller tiles take half as many again.
+# Bytes a thread, by chip and head size. Sliding layers on SM100 take 68 instructions a key with 128
+# rows a tile, what they spill outside the loop among them, and 108 with 64, which spill nothing; on
+# SM80 it is variants for images that spill, and smaller tiles take half as many again.
 SPILLS = {("sm_80", 256): 40, ("sm_80", 512): 40, ("sm_100", 256): 64}
 
 

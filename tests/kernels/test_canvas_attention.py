@@ -31,7 +31,8 @@ WINDOWS = {
     "R3-query": (-1, 3, "query"),
     "L0-R0-query": (0, 0, "query"),
 }
-# Under the interpreter a case takes up to seconds: of every type, and in many small pieces, this window.
+# Under the interpreter a case takes up to seconds: of every type, and in many small pieces, this
+# window.
 OFTEN = "L5-canvas"
 COMPUTED = {
     "reference-fp64": ("reference", torch.float64),

@@ -34,7 +34,8 @@ from tests.support.oracles.kernel_checks import walk_key_tiles
 
 # Shared memory that one block can have, in bytes; the same on both chips.
 SHARED_MEMORY = 227 * 1024
-# The most stack, in bytes, that the stock kernels have at these head sizes: more would be our spills.
+# The most stack, in bytes, that the stock kernels have at these head sizes: more would be our
+# spills.
 STACK = {"sm_90a": 0, "sm_100a": 432}
 # What is added with splits, once a program, where a group's heads do not fill a tile evenly.
 SPLIT_STACK = 8
@@ -371,7 +372,8 @@ def rule_cases(chip: str) -> list[Case]:
 @pytest.mark.parametrize("chip", CHIPS)
 def test_cute_ahead_of_time_all(chip):
     """Every kind of kernel compiles for a chip within its registers and shared memory."""
-    # A kernel that both lists have is compiled once in a process, so its second turn would record nothing.
+    # A kernel that both lists have is compiled once in a process, so its second turn would record
+    # nothing.
     cases = list(dict.fromkeys(MODEL_CASES[chip] + all_cases(chip)))
     check(chip, cases, reports(chip, compile=cases)["compile"])
 

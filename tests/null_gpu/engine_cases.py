@@ -67,7 +67,8 @@ WAYS: dict[str, dict[str, Any]] = {
 def start(model: str, **options: Any) -> Any:
     """Start an engine with a server's defaults, except for short sequences and little memory.
 
-    The number of requests and of a pass's tokens are a server's, since the sizes that are captured follow from them.
+    The number of requests and of a pass's tokens are a server's, since the sizes that are captured
+    follow from them.
     """
     from vllm import LLM
     from vllm.entrypoints import llm
@@ -103,8 +104,9 @@ def serve(
         every_row: Runs passes of every number of rows too.
 
     Returns:
-        What was chosen at the start; by kind the passes, and the tokens of each request that was answered; by kind
-        what a steady pass asks of the driver; the result of :func:`every_number_of_rows`.
+        What was chosen at the start; by kind the passes, and the tokens of each request that was
+        answered; by kind what a steady pass asks of the driver; the result of
+        :func:`every_number_of_rows`.
     """
     decide_outcomes()
     llm = start(model, **options)
@@ -130,7 +132,8 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
     """Answer requests with true values.
 
     Args:
-        job: An engine and batches of requests; see :func:`tests.support.engines.generate.run_engine`.
+        job: An engine and batches of requests; see
+            :func:`tests.support.engines.generate.run_engine`.
 
     Returns:
         What each request of each batch was answered; how many graphs were replayed; kernels that
@@ -336,11 +339,12 @@ def drop(engine: Any, request_ids: list[str]) -> None:
 def every_number_of_rows(llm: Any) -> dict[str, Any]:
     """Run passes with prompts, of every number of rows up to the third captured size after a gap.
 
-    Up to there each number has a graph. A prompt is as long as its model knows, the rest is another request's. They
-    share no block of the cache.
+    Up to there each number has a graph. A prompt is as long as its model knows, the rest is another
+    request's. They share no block of the cache.
 
     Returns:
-        ``most``, the last of those sizes; ``sizes``, all of them; ``rows``, how many the passes had, by kind of graph.
+        ``most``, the last of those sizes; ``sizes``, all of them; ``rows``, how many the passes
+        had, by kind of graph.
     """
     engine, runner = llm.llm_engine, runner_of(llm)
     config = runner.vllm_config

@@ -1,10 +1,10 @@
 """Kernels of a steady pass by name: six layers of the 26B shape in FP8, with a server's defaults.
 
-    python -m tests.null_gpu.pass_kernels               # prints how often each part of the pass launches each kernel
-    python -m tests.null_gpu.pass_kernels --canvases 8
+    python -m tests.null_gpu.pass_kernels               # prints how often each part of the pass
+    launches each kernel python -m tests.null_gpu.pass_kernels --canvases 8
 
-A part is one of the graphs, or what is launched outside of them. ``test_engines.py`` compares the table of one canvas with
-``baselines.json``. How long a kernel takes, only a GPU says.
+A part is one of the graphs, or what is launched outside of them. ``test_engines.py`` compares the
+table of one canvas with ``baselines.json``. How long a kernel takes, only a GPU says.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Answers that ``vllm-diffusion doctor --gpu`` compares, on the null GPU with true values, with one planted fault after another."""
+"""Answers that ``vllm-diffusion doctor --gpu`` compares, on the null GPU with true values, with one
+planted fault after another.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ FAULTS = ("kernel", "compiled", "graph")
 
 
 def compare_answers(engine: dict[str, Any], questions: list[int]) -> dict[str, dict[str, Any]]:
-    """Ask some of the recorded questions, and compare the answers with the recorded ones as the command does.
+    """Ask some of the recorded questions, and compare the answers with the recorded ones as the
+    command does.
 
     One engine is asked without a fault and with each, since a start takes longer than the answers.
 
@@ -21,8 +24,8 @@ def compare_answers(engine: dict[str, Any], questions: list[int]) -> dict[str, d
         questions: Which of the recorded questions. Their answers fit into one canvas.
 
     Returns:
-        By fault, and by ``none``: ``problem``, what the command would say; ``different``, a line for each answer
-        that differs; ``graphs``, how many were replayed.
+        By fault, and by ``none``: ``problem``, what the command would say; ``different``, a line
+        for each answer that differs; ``graphs``, how many were replayed.
     """
     from vllm import LLM, SamplingParams
     from vllm.model_executor.models import gemma4
@@ -30,7 +33,8 @@ def compare_answers(engine: dict[str, Any], questions: list[int]) -> dict[str, d
     from vllm_diffusion.cli.gpu_answers import ASKED, Answered, compare, recorded
 
     true_values.compute()
-    # Its kernel has a program for each row, whose sort an interpreter runs for longer than all else of a pass.
+    # Its kernel has a program for each row, whose sort an interpreter runs for longer than all else
+    # of a pass.
     gemma4.gemma4_fused_routing_kernel_triton = gemma4.gemma4_routing_function_torch
     faults = Faults()
     llm = LLM(**engine)
@@ -80,7 +84,9 @@ class Faults:
             out[:, 0, 0] += 8.0 * in_kernel
 
         def select_wrongly(self: Any, tokens: Any, *counts: Any) -> Any:
-            """Give each position of an answer the next one's token, as a search that was compiled wrongly did."""
+            """Give each position of an answer the next one's token, as a search that was compiled
+            wrongly did.
+            """
             place = torch.arange(tokens.shape[1], device=tokens.device) + in_compiled
             return select(self, tokens[:, place % tokens.shape[1]], *counts)
 

@@ -5,9 +5,10 @@
     python -m tests.null_gpu.rehearsal --only draft 26B  # those whose names hold one of these
     python -m tests.null_gpu.rehearsal --record    # writes what was found to rehearsal.json
 
-A case passes when its engine starts, its requests get through, and what it chose, took and asked of the driver is what
-``rehearsal.json`` says; a case that differs is started once more. What differs then is printed, and accepted with
-``--record``. Kernels compute nothing there: nothing of this says that an answer is right, or how long it takes.
+A case passes when its engine starts, its requests get through, and what it chose, took and asked of
+the driver is what ``rehearsal.json`` says; a case that differs is started once more. What differs
+then is printed, and accepted with ``--record``. Kernels compute nothing there: nothing of this says
+that an answer is right, or how long it takes.
 """
 
 from __future__ import annotations
@@ -149,7 +150,8 @@ def main() -> int:
             known = read_json(DATA).get(case.name)
             outcome = run_case(gpu, case)
             if found_by(outcome) != known:
-                # Compiling changes which memory graphs keep, so a start that finds all compiled counts.
+                # Compiling changes which memory graphs keep, so a start that finds all compiled
+                # counts.
                 outcome = run_case(gpu, case)
             found = found_by(outcome)
             refused = case.refusal is not None and case.refusal in found.get("error", "")

@@ -25,15 +25,16 @@ EAGER_BACKEND: dict[str, Any] = {"compilation_config": {"backend": "eager"}}
 CAPTURED = FEW | EAGER_BACKEND
 DIFFUSION = "diffusion"
 CAPABILITIES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
-# GPUs that people have at home: capability, the GiB that torch finds there less half of one, for the context that
-# CUDA makes in each process and for a screen, and the file in ``examples/small-gpus`` that serves on it.
+# GPUs that people have at home: capability, the GiB that torch finds there less half of one, for
+# the context that CUDA makes in each process and for a screen, and the file in
+# ``examples/small-gpus`` that serves on it.
 SMALL_GPUS = {
     "3090": ("8.6", 23.0, "24-gib"),
     "4090": ("8.9", 23.0, "24-gib"),
     "5090": ("12.0", 30.8, "32-gib"),
 }
-# vLLM's own kernels, where it takes by itself FlashInfer's, which are downloaded or compiled first, or Humming's, which
-# read values at loading.
+# vLLM's own kernels, where it takes by itself FlashInfer's, which are downloaded or compiled first,
+# or Humming's, which read values at loading.
 KERNELS = {
     ("bf16", "10.0"): {"moe_backend": "triton"},
     ("bf16", "12.0"): {"moe_backend": "triton"},
@@ -41,7 +42,8 @@ KERNELS = {
     ("nvfp4", "10.0"): {"moe_backend": "cutlass", "linear_backend": "cutlass"},
     ("nvfp4", "12.0"): {"moe_backend": "cutlass", "linear_backend": "cutlass"},
 }
-# What samples for autoregressive models: FlashInfer's sampler is compiled by nvcc first, with cuRAND's headers.
+# What samples for autoregressive models: FlashInfer's sampler is compiled by nvcc first, with
+# cuRAND's headers.
 AUTOREGRESSIVE = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 PRESETS = ROOT / "examples/small-gpus"
 # What only a server has, which answers over HTTP.
@@ -198,8 +200,8 @@ def published_shape() -> Iterator[Case]:
         for weights in ("bf16", "fp8-dynamic", "nvfp4"):
             name = f"26B, {weights}, {capability}"
             gib = 80 if capability == "8.0" else 180
-            # Eight requests, and graphs of whole passes alone: Dynamo, and the graphs of 48 requests in pieces, take
-            # most of the time of a start, and the small GPUs have them.
+            # Eight requests, and graphs of whole passes alone: Dynamo, and the graphs of 48
+            # requests in pieces, take most of the time of a start, and the small GPUs have them.
             graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
             options: dict[str, Any] = {"max_num_seqs": 8, "compilation_config": graphs}
             options |= KERNELS.get((weights, capability), {})

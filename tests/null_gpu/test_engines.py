@@ -17,8 +17,8 @@ from tests.support.models.checkpoints import SHIPPED
 pytestmark = pytest.mark.engine
 
 SERVE = "tests.null_gpu.engine_cases:serve"
-# The versions of LLaDA2 before it differ from 2.2 in their rule alone, and SDAR's block of 32 in a number: they are
-# rehearsed.
+# The versions of LLaDA2 before it differ from 2.2 in their rule alone, and SDAR's block of 32 in a
+# number: they are rehearsed.
 FAMILIES = [name for name in CASES if name not in ("llada2.0", "llada2.1", "sdar-block-32")]
 FAMILIES.append("dream")
 WHOLE_SEQUENCES = ("mdlm", "llada", "llada-moe", "illada", "dream")
@@ -56,7 +56,8 @@ def assert_every_row(found, given):
 
     Args:
         found: Result of ``every_number_of_rows``.
-        given: Rows that the layout rounds up to: a block where known tokens share it with the canvas.
+        given: Rows that the layout rounds up to: a block where known tokens share it with the
+            canvas.
     """
     rows = found["rows"]["PIECEWISE"]
     # A canvas that shares the pass with a short prompt is at least a few rows.
@@ -97,7 +98,9 @@ def test_a_family_starts_captured(null_gpu, tmp_path, family):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_steady_pass_after_a_picture(null_gpu, tmp_path):
-    """Requests with a picture are captured, and a steady pass of theirs asks for no more than one without."""
+    """Requests with a picture are captured, and a steady pass of theirs asks for no more than one
+    without.
+    """
     folder, options = checkpoint_of("mineru", tmp_path)
     # FlashAttention-4 asks for what the null GPU has not.
     options |= {"limit_mm_per_prompt": {"image": 1}, "mm_encoder_attn_backend": "TRITON_ATTN"}
@@ -138,7 +141,8 @@ def test_the_shipped_checkpoint_compiled(null_gpu):
 @pytest.mark.slow
 def test_the_other_ways(null_gpu):
     """Single tokens and verified drafts run prompts with every number of rows."""
-    # FlashAttention-4 asks for what the null GPU has not, and FlashInfer compiles at its first call.
+    # FlashAttention-4 asks for what the null GPU has not, and FlashInfer compiles at its first
+    # call.
     stock = {"attention_backend": "TRITON_ATTN"}
     variables = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
     counts = {}

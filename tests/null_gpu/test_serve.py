@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 @pytest.mark.timeout(400)
 def test_a_server_answers(tmp_path):
     """A server with a spawned engine process answers over HTTP in eager mode."""
-    # From 9.0 vLLM compiles a kernel of CUTLASS's for the router when few rows are routed, with a runtime of its
-    # own that asks the driver for undocumented tables.
+    # From 9.0 vLLM compiles a kernel of CUTLASS's for the router when few rows are routed, with a
+    # runtime of its own that asks the driver for undocumented tables.
     variables = environment(tmp_path, NULL_GPU_CAPABILITY="8.9")
     variables["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
     # What a pass emits would else be what memory happens to hold that no kernel has written.

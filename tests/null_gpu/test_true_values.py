@@ -1,7 +1,8 @@
 """The CUDA platform gives the tokens of the CPU platform where the null GPU computes.
 
-Asynchronous copies, tensors of the host that the device reads, addresses in graphs and the order of their replays are
-then those of a GPU; kernels are Triton's in its interpreter, or torch's for a CPU.
+Asynchronous copies, tensors of the host that the device reads, addresses in graphs and the order of
+their replays are then those of a GPU; kernels are Triton's in its interpreter, or torch's for a
+CPU.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ ENGINE: dict[str, Any] = {
 }
 # Of the recorded questions those with short answers: a sum, a word backwards and a line of JSON.
 QUESTIONS = [1, 12, 33]
-# Graphs without Inductor, whose kernels nothing interprets. vLLM's compiled operators have PyTorch's in their place.
+# Graphs without Inductor, whose kernels nothing interprets. vLLM's compiled operators have
+# PyTorch's in their place.
 ON_THE_GPU: dict[str, Any] = {
     "compilation_config": {
         "mode": 0,
@@ -62,7 +64,9 @@ def computing_gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NullGpu]
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["fused", "asynchronous"])
 def test_tokens(computing_gpu, asynchronous):
-    """Alone and in a batch, with graphs: the tokens of the CPU platform, and no kernel that computed nothing."""
+    """Alone and in a batch, with graphs: the tokens of the CPU platform, and no kernel that
+    computed nothing.
+    """
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
     requests = [
         {
@@ -108,7 +112,9 @@ def compared_answers(computing_gpu) -> dict[str, dict[str, Any]]:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("fault", ["none", *FAULTS])
 def test_planted_faults(compared_answers, fault):
-    """The answers that ``doctor --gpu`` compares are those of a CPU, and all differ with a planted fault."""
+    """The answers that ``doctor --gpu`` compares are those of a CPU, and all differ with a planted
+    fault.
+    """
     found = compared_answers[fault]
     assert found["graphs"] > 0
     assert len(found["different"]) == (0 if fault == "none" else len(QUESTIONS)), found

@@ -13,7 +13,8 @@ OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8}
 def answers(
     folder: Path, requests: list[tuple[list[int], int, dict[str, Any]]], **options: Any
 ) -> list[list[int]]:
-    """The engine's answers, all in one batch: prompt, tokens and arguments of each, greedy if they set nothing else.
+    """The engine's answers, all in one batch: prompt, tokens and arguments of each, greedy if they
+    set nothing else.
 
     Arguments without ``diffusion_`` in front of their names are vLLM's.
     """

@@ -19,7 +19,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 @pytest.mark.parametrize("is_mdlm", [False, True], ids=["bd3lm", "mdlm"])
 def test_a2d(tmp_path: Path, is_mdlm: bool) -> None:
-    """``bd3lm.py`` or ``mdlm.py`` with the modelling file: lengths of prompts and answers, and steps."""
+    """``bd3lm.py`` or ``mdlm.py`` with the modelling file: lengths of prompts and answers, and
+    steps.
+    """
     folder = checkout("dllm") / "dllm"
     # Without the packages' own imports, which are of trainers.
     for name in ("dllm", "dllm.core", "dllm.core.samplers"):

@@ -1,4 +1,6 @@
-"""MinerU-Diffusion: the tokens of ``generate`` of the publisher's class, with pictures and without."""
+"""MinerU-Diffusion: the tokens of ``generate`` of the publisher's class, with pictures and
+without.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 def likeliest(logits: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
-    """Tokens of temperature 0, by which the publisher's function divides, and their plain probabilities."""
+    """Tokens of temperature 0, by which the publisher's function divides, and their plain
+    probabilities.
+    """
     probabilities = logits.softmax(-1)
     tokens = probabilities.argmax(-1)
     return tokens, probabilities.gather(-1, tokens[..., None])[..., 0]
@@ -56,7 +60,9 @@ def publishers_body(toy: MinerU, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_lengths_that_are_no_multiples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its function refuses a length that is not whole blocks, so that no answer of its own has a narrower one."""
+    """Its function refuses a length that is not whole blocks, so that no answer of its own has a
+    narrower one.
+    """
     body = publishers_body(mineru(), monkeypatch)
     ids = torch.tensor([prompt_of(9)])
     with pytest.raises(ValueError, match="multiple of block_length"):
@@ -121,8 +127,8 @@ def test_mineru(sharpness: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its runner, whose loop is the class's, prints for a picture's file what a chat is answered: with its
-    processor, its arguments of ``generate`` and its strings that end an answer."""
+    """Its runner, whose loop is the class's, prints for a picture's file what a chat is answered:
+    with its processor, its arguments of ``generate`` and its strings that end an answer."""
     from transformers import PreTrainedTokenizerFast
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from vllm import SamplingParams
@@ -130,7 +136,8 @@ def test_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = checkout("MinerU-Diffusion")
     toy = mineru(sharpness=8.0)
     folder = toy.save(tmp_path / "toy")
-    # Tokens under the published names, among them one that these weights often write, so that answers end.
+    # Tokens under the published names, among them one that these weights often write, so that
+    # answers end.
     names = {"mask": "<|MASK|>", "eos": "<|endoftext|>", "unused35": "<|im_end|>"}
     names["|image|"] = "<|image_pad|>"
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

@@ -1,4 +1,6 @@
-"""SDAR: the tokens of the publisher's class, of its ``generate.py`` and of the loop of its evaluation."""
+"""SDAR: the tokens of the publisher's class, of its ``generate.py`` and of the loop of its
+evaluation.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def norm(x: Tensor, *, weight: Tensor, bias: None, eps: float) -> Tensor:
 
 
 def publisher(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Import its files as a package, with what they import and neither transformers 5 nor a CPU has."""
+    """Import its files as a package, with what they import and neither transformers 5 nor a CPU
+    has.
+    """
     folder = checkout("SDAR") / "training/model/SDAR-4B-Chat"
     load = modules_of(folder, "publisher_sdar")
     for name, content in {
@@ -88,7 +92,9 @@ def test_sdar(
     drawn = loop.sample_with_temperature_topk_topp
 
     def likeliest(logits: Tensor, **_: Any) -> Any:
-        """The likeliest tokens, by the evaluation's function, with their probabilities before top-k."""
+        """The likeliest tokens, by the evaluation's function, with their probabilities before
+        top-k.
+        """
         return its_evaluation.sample_with_temperature_topk_topp(logits, 1.0, 1, 1.0)
 
     requests: list[tuple[list[int], int, dict[str, Any]]] = []
@@ -140,14 +146,16 @@ def test_sdar(
         ):
             asked = {"diffusion_strategy": strategy, "diffusion_reveal_threshold": 0.3}
             named = common | {"remasking_strategy": its_name}
-            # Of the only token that top-k leaves the probability is 1, and any are the most confident.
+            # Of the only token that top-k leaves the probability is 1, and any are the most
+            # confident.
             if strategy != "static":
                 tokens = loop.block_diffusion_generate(
                     body, **named, denoising_steps=B, temperature=1.0, top_k=1
                 )
                 add(tokens, asked | {"temperature": 1.0, "top_k": 1}, [])
             loop.sample_with_temperature_topk_topp = likeliest
-            # With fewer steps the publisher's overwrites tokens of a block that begins in the prompt.
+            # With fewer steps the publisher's overwrites tokens of a block that begins in the
+            # prompt.
             for steps in (B, B // 2) if strategy != "dynamic" and length % B == 0 else (B,):
                 tokens = loop.block_diffusion_generate(
                     body, **named, denoising_steps=steps, confidence_threshold=0.3

@@ -39,7 +39,8 @@ def test_diffusion_gemma_of_nemo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert answer_of(folder) == answer_of(SHIPPED)
 
 
-# What each recipe writes into ``dflash_config`` besides what the shipped draft has, at sizes of a toy.
+# What each recipe writes into ``dflash_config`` besides what the shipped draft has, at sizes of a
+# toy.
 DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {
     "draft_qwen3": ("Qwen3DFlashDraftModel", {}),
     "draft_qwen3_dflash2": (
@@ -52,7 +53,9 @@ DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("module", DRAFTS)
 def test_drafts_of_nemo(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft that NeMo's class has read and written again is accepted as before; convolutions begin as identities."""
+    """A draft that NeMo's class has read and written again is accepted as before; convolutions
+    begin as identities.
+    """
     from vllm import LLM, SamplingParams
 
     monkeypatch.syspath_prepend(str(checkout("Automodel")))

@@ -9,8 +9,8 @@ Requests are drawn from the seed alone (``requests.py``), and sent by clients th
 one another, some of which leave early. The server has a KV cache too small for all of them, so that
 requests are preempted. After each round: nothing runs or waits, no KV block is in use, a request is
 answered, and a sample of the answers with a seed is what the same requests get alone. At the end
-memory is where it was. What fails is sent again alone, printed, and kept as a file; a server that dies is
-started again.
+memory is where it was. What fails is sent again alone, printed, and kept as a file; a server that
+dies is started again.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
 
 A recording has three parts. *Requests*: those of a campaign (``requests.py``) at servers of
 DiffusionGemma and SDAR in both orders of passes: status, refused field, message, answer with its
-token ids, and how many passes and denoising steps each group of them took. *Commands*: usage of each
-command. *Refusals*: every message that a test expects to be raised. The
-comparison prints what differs side by side; paths, ports and seconds are left out.
+token ids, and how many passes and denoising steps each group of them took. *Commands*: usage of
+each command. *Refusals*: every message that a test expects to be raised. The comparison prints what
+differs side by side; paths, ports and seconds are left out.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ constraints that nothing satisfies, bodies that are no request, images that are 
 from the server's own OpenAPI description.
 
 Each request is drawn by itself from a seed and its number. Hypothesis, which varies what it drew
-before in search of one failure, repeats itself too much for that: of 500 requests it made 48 hostile
-ones of two sorts, where a fifth was requested. It searches the door instead (``test_door.py``).
+before in search of one failure, repeats itself too much for that: of 500 requests it made 48
+hostile ones of two sorts, where a fifth was requested. It searches the door instead
+(``test_door.py``).
 """
 
 from __future__ import annotations
@@ -454,7 +455,8 @@ _BOMB: dict[str, Any] = {"type": "object", "properties": {f"p{i}": {} for i in r
 _DEEP: dict[str, Any] = {"type": "string"}
 for _ in range(60):
     _DEEP = {"type": "array", "items": _DEEP}
-# What nothing satisfies, what is satisfied by no end, what takes long to compile, what is malformed.
+# What nothing satisfies, what is satisfied by no end, what takes long to compile, what is
+# malformed.
 HOSTILE_CONSTRAINTS: tuple[dict[str, Any], ...] = (
     *({"regex": r} for r in (r"[^\s\S]", r"ab[^\s\S]", "a{0}", "", "(a|b)*", "(", "a" * 5000)),
     *({"regex": r} for r in ("a{1,30000}", "(((a{9}){9}){9}){9}", r"(?=a)b", r"\1", "[\ud800]")),

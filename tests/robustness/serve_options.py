@@ -1,10 +1,11 @@
 """Start the shipped checkpoint with each option of ``vllm serve``, and print the outcome.
 
-python -m tests.robustness.serve_options [--only=OPTION ...] [--together] [--try="--option value" ...]
+python -m tests.robustness.serve_options [--only=OPTION ...] [--together] [--try="--option value"
+...]
 
-What is tried is in ``serve_options.toml``, beside this file. Each trial has a process of its
-own, which answers 15 seeded requests; their tokens are compared with those of a server without
-the option. Prints one line for each trial, and exits with 1 if one of them is not what the file says.
+What is tried is in ``serve_options.toml``, beside this file. Each trial has a process of its own,
+which answers 15 seeded requests; their tokens are compared with those of a server without the
+option. Prints one line for each trial, and exits with 1 if one of them is not what the file says.
 """
 
 from __future__ import annotations

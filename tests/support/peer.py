@@ -3,10 +3,10 @@
     python -m tests.support.peer                  # all groups of peer.toml
     python -m tests.support.peer --only parsers   # groups whose names hold this
 
-The tests come with vLLM's source distribution, of the version that is installed; pip fetches it by its
-name. "Without" is our CPU platform alone, which vLLM needs where no accelerator works. Models have a
-configuration here and the shipped tokenizer, but no weights: what needs more fails on both sides, and
-says nothing. Distribution, tests and logs are kept in ``.pytest_cache/peer``.
+The tests come with vLLM's source distribution, of the version that is installed; pip fetches it by
+its name. "Without" is our CPU platform alone, which vLLM needs where no accelerator works. Models
+have a configuration here and the shipped tokenizer, but no weights: what needs more fails on both
+sides, and says nothing. Distribution, tests and logs are kept in ``.pytest_cache/peer``.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ SIDES = {"without": "vllm_diffusion_cpu,my_plugin", "with": ""}
 _COMMIT = "0" * 40
 # Files of the shipped checkpoint, instead of those of a model that tests name.
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
-# vLLM's fixtures collect garbage after each test, for most of its time; a marker of theirs turns that off.
+# vLLM's fixtures collect garbage after each test, for most of its time; a marker of theirs turns
+# that off.
 _PLUGIN = """\
 def pytest_collection_modifyitems(items):
     for item in items:
         item.add_marker("skip_global_cleanup")
 """
-# pip asks a distribution for its metadata before it keeps it, and vLLM's build needs Rust to say it.
+# pip asks a distribution for its metadata before it keeps it, and vLLM's build needs Rust to say
+# it.
 _BACK_END = """\
 from pathlib import Path
 

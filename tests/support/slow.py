@@ -5,9 +5,9 @@
     python -m tests.support.slow --only drafts  # tests whose names hold this
     python -m tests.support.slow --minutes 30   # begins no file later than that
 
-A test's outcome is written down when it ends, so that stopping loses one test at most. It counts for
-the tree of the package and the tests that it ran in: a commit to either makes every test run again.
-The outcomes are in ``.pytest_cache/slow.json``.
+A test's outcome is written down when it ends, so that stopping loses one test at most. It counts
+for the tree of the package and the tests that it ran in: a commit to either makes every test run
+again. The outcomes are in ``.pytest_cache/slow.json``.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Finds what the package relies on of vLLM, in its source; ``python -m tests.support.vllm_symbols`` records it.
+"""Finds what the package relies on of vLLM, in its source; ``python -m tests.support.vllm_symbols``
+records it.
 
-What is recorded, in ``vllm_diffusion/hooks/upstream_signatures.json``, is compared with the installed vLLM
-at each start (:mod:`vllm_diffusion.hooks.upstream`).
+What is recorded, in ``vllm_diffusion/hooks/upstream_signatures.json``, is compared with the
+installed vLLM at each start (:mod:`vllm_diffusion.hooks.upstream`).
 
-The package's files are parsed, and its modules imported for what a syntax tree does not say: which method
-of vLLM's a method of ours overrides, and which of vLLM's classes has a field. Nothing is written by hand
-but the reason of a replacement, which stands beside it.
+The package's files are parsed, and its modules imported for what a syntax tree does not say: which
+method of vLLM's a method of ours overrides, and which of vLLM's classes has a field. Nothing is
+written by hand but the reason of a replacement, which stands beside it.
 """
 
 from __future__ import annotations

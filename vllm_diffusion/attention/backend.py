@@ -117,8 +117,9 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         self.impl: Impl = plan_of(config).settings.attention
         spec = spec_of(config.model_config)
         self.canvas_length = 0 if spec is None else spec.length
-        # vLLM's Gemma 4 takes the spans from the metadata of its own back ends where layers have no window.
-        # DiffusionGemma's encoder, a Gemma 4 otherwise, sees a whole picture in every layer.
+        # vLLM's Gemma 4 takes the spans from the metadata of its own back ends where layers have no
+        # window. DiffusionGemma's encoder, a Gemma 4 otherwise, sees a whole picture in every
+        # layer.
         text_config = getattr(config.model_config, "hf_text_config", None)
         bidirectional = getattr(text_config, "use_bidirectional_attention", None)
         is_encoder = getattr(text_config, "model_type", None) == "diffusion_gemma_text"
@@ -268,7 +269,9 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
 
 
 class CanvasAttentionBackend(AttentionBackend):
-    """Attention for batches whose sequences are causal at the head and bidirectional at the tail."""
+    """Attention for batches whose sequences are causal at the head and bidirectional at the
+    tail.
+    """
 
     # Callers that need more than one causal flag per request ask for this.
     accepts_causal_rows: ClassVar[bool] = True

@@ -51,8 +51,8 @@ def write_in_pytorch(
 def cache_writer(is_fp8: bool) -> Callable[..., Any]:
     """Return what writes the cache here, with the arguments of :func:`write_in_pytorch`.
 
-    vLLM's kernels test each slot on the device, so that a captured graph can replay them. Below compute
-    capability 8.9 Triton has no FP8.
+    vLLM's kernels test each slot on the device, so that a captured graph can replay them. Below
+    compute capability 8.9 Triton has no FP8.
 
     Args:
         is_fp8: True for a cache in float8_e4m3fn.

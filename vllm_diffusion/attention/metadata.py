@@ -1,7 +1,7 @@
 """Metadata of a step for :func:`canvas_attention`, made of the engine's batch.
 
-A batch of a diffusion model comes with ``causal_rows`` (see :func:`bind_canvas`); for any other model,
-and for stock's own diffusion class, the engine's causal flag is widened to rows here.
+A batch of a diffusion model comes with ``causal_rows`` (see :func:`bind_canvas`); for any other
+model, and for stock's own diffusion class, the engine's causal flag is widened to rows here.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
         """Any batch without images can be captured: what varies is read from the device.
 
         Image spans come and go with the prompts, and a kernel is captured either with or without
-        them, so where there may be images only batches without prompts are captured. No graph holds the
-        reference, which reads the batch on the host.
+        them, so where there may be images only batches without prompts are captured. No graph holds
+        the reference, which reads the batch on the host.
         """
         if plan_of(vllm_config).settings.attention == "reference":
             return AttentionCGSupport.NEVER

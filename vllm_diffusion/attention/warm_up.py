@@ -16,7 +16,9 @@ from vllm_diffusion.startup.plan import plan_of
 
 
 class AttentionVariants(VllmJitKernel[Any]):
-    """Among the kernels that vLLM compiles before it captures graphs; one layer of each kind asks."""
+    """Among the kernels that vLLM compiles before it captures graphs; one layer of each kind
+    asks.
+    """
 
     def get_warmup_keys(self, layer_names: list[str], vllm_config: VllmConfig) -> list[Any]:
         """Layers whose launches differ; layers of a kind are one key, whatever their group."""

@@ -1,7 +1,8 @@
 """A function as a CUDA graph for each captured shape, and as one compiled function.
 
-Which functions are captured: ``sampling/pass_graphs.py`` and ``families/diffusion_gemma/state.py``; for how many
-canvases: ``runner/model_state.py``; which sizes of the backbone vLLM captures: ``startup/capture_sizes.py``.
+Which functions are captured: ``sampling/pass_graphs.py`` and ``families/diffusion_gemma/state.py``;
+for how many canvases: ``runner/model_state.py``; which sizes of the backbone vLLM captures:
+``startup/capture_sizes.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ Capture = Callable[[Callable[..., Any], tuple[Tensor, ...]], Callable[[], Any]]
 class GraphedFunction:
     """A function of tensors, replayed as a graph for the shapes that were captured.
 
-    An input that is where it was captured is not copied there. What it returns after a replay is overwritten by the next one.
+    An input that is where it was captured is not copied there. What it returns after a replay is
+    overwritten by the next one.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -74,8 +76,9 @@ class GraphedFunction:
 def cuda_capture() -> Capture:
     """Capture calls as CUDA graphs on the current stream, which no other graph was captured on.
 
-    Empty the allocator's cache before and after. The graphs share a memory pool of their own, so that none writes over what the backbone's return;
-    they run one after another, and what one returns is used before the next.
+    Empty the allocator's cache before and after. The graphs share a memory pool of their own, so
+    that none writes over what the backbone's return; they run one after another, and what one
+    returns is used before the next.
     """
     pool = torch.cuda.graph_pool_handle()
 
@@ -84,8 +87,8 @@ def cuda_capture() -> Capture:
         function(*inputs)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Without torch.cuda.graph(), which empties the allocator's cache first: what one call allocated
-        # the next one takes, and the caller empties it once.
+        # Without torch.cuda.graph(), which empties the allocator's cache first: what one call
+        # allocated the next one takes, and the caller empties it once.
         graph.capture_begin(pool=pool)
         try:
             output = function(*inputs)
@@ -108,7 +111,8 @@ Result = TypeVar("Result")
 def compiled(
     function: Callable[Arguments, Result], backend: str | None
 ) -> Callable[Arguments, Result]:
-    """Compile ``function`` for the shapes of its first call, or return it as it is without a backend.
+    """Compile ``function`` for the shapes of its first call, or return it as it is without a
+    backend.
 
     Args:
         function: Function of tensors that have the same shapes in every call.
@@ -122,10 +126,12 @@ def compiled(
 def compiled_by_rows(function: Callable[..., Result], backend: str | None) -> Callable[..., Result]:
     """Compile ``function`` once for any number of rows, or return it as it is without a backend.
 
-    Fit for functions that select, copy or multiply: a fusion that adds or divides may round differently on a GPU.
+    Fit for functions that select, copy or multiply: a fusion that adds or divides may round
+    differently on a GPU.
 
     Args:
-        function: Called with tensors [num_rows, ...], or tuples of them, and by keyword with what keeps its shape.
+        function: Called with tensors [num_rows, ...], or tuples of them, and by keyword with what
+            keeps its shape.
         backend: Backend of ``torch.compile``.
     """
     if backend is None:
@@ -133,7 +139,8 @@ def compiled_by_rows(function: Callable[..., Result], backend: str | None) -> Ca
     run = torch.compile(function, fullgraph=True, backend=backend)
 
     def call(*by_row: Any, **others: Any) -> Result:
-        # The compiler takes 0 and 1 for constants: such calls are too rare to compile for in the middle of serving.
+        # The compiler takes 0 and 1 for constants: such calls are too rare to compile for in the
+        # middle of serving.
         if len(by_row[0]) < 2:
             return function(*by_row, **others)
         for tensor in tree_leaves(by_row):

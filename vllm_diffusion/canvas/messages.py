@@ -1,8 +1,8 @@
 """Messages about canvases between worker, scheduler and API process.
 
-The scheduler sends a worker :class:`CanvasConstraints` with a pass, and the worker answers with a row for
-each canvas that somebody watches (:class:`CanvasView`). A :class:`RequestReport` travels on to the API
-process: vLLM's output of a request has one field for arrays that ride along with a pass
+The scheduler sends a worker :class:`CanvasConstraints` with a pass, and the worker answers with a
+row for each canvas that somebody watches (:class:`CanvasView`). A :class:`RequestReport` travels on
+to the API process: vLLM's output of a request has one field for arrays that ride along with a pass
 (``routed_experts``, which no diffusion model is started with), and a report is in it as bytes.
 """
 
@@ -30,8 +30,9 @@ class CanvasConstraint:
         frontier_mask: [ceil(vocab_size / 32)], int32: a bit for every token allowed at the position
             after them; ``None`` if all are.
         restart: Denoise what follows the frontier anew.
-        num_valid: Leading positions of the previous step's argmax canvas that satisfy the constraint
-            and are all that will be read; 0 if it does not satisfy it, and may not be emitted.
+        num_valid: Leading positions of the previous step's argmax canvas that satisfy the
+            constraint and are all that will be read; 0 if it does not satisfy it, and may not be
+            emitted.
         num_given: Positions of the canvas before them, which are known tokens.
     """
 
@@ -53,7 +54,8 @@ _NUMBERS = 7
 
 
 class CanvasView:
-    """A canvas after a pass, read from its row of :func:`pack`. P is its number of positions that are no known tokens.
+    """A canvas after a pass, read from its row of :func:`pack`. P is its number of positions that
+    are no known tokens.
 
     Attributes:
         denoised: True if the pass was a step of it.
@@ -170,8 +172,8 @@ class RequestReport(msgspec.Struct, array_like=True):
     Attributes:
         frames: Canvases that are being denoised.
         step_map: The step that decided each token which the pass emitted, if the request wants it.
-        trace: Steps of the canvas that the pass emitted, if the request wants them: what each of them
-            began from, and what the last one left; known tokens first.
+        trace: Steps of the canvas that the pass emitted, if the request wants them: what each of
+            them began from, and what the last one left; known tokens first.
         passes: With tokens: for each pass since the last ones, causal rows, canvas rows, projected
             rows and emitted tokens.
     """
@@ -187,7 +189,9 @@ class RequestReport(msgspec.Struct, array_like=True):
 
     @staticmethod
     def is_in(array: np.ndarray) -> bool:
-        """Return true for an array of :meth:`encode`; experts are [num_tokens, num_layers, top_k]."""
+        """Return true for an array of :meth:`encode`; experts are [num_tokens, num_layers,
+        top_k].
+        """
         return array.ndim == 1 and array.dtype == np.uint8
 
     @staticmethod

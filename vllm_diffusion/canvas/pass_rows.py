@@ -1,12 +1,12 @@
 """Places of the rows of a pass, at addresses that never change.
 
 The host knows where rows are; only the device knows which canvases are being committed. One copy
-takes the host's part to the device, and one function makes of it what attention, the embedding and the
-sampler read, so that graphs of them need no inputs of their own.
+takes the host's part to the device, and one function makes of it what attention, the embedding and
+the sampler read, so that graphs of them need no inputs of their own.
 
 :meth:`PassRows.lay_out` runs in ``prepare_attn`` of the model state, before anything of a pass is
-launched: the runner calls it before ``prepare_inputs``, the forward pass and the sampler, which read
-what it laid out.
+launched: the runner calls it before ``prepare_inputs``, the forward pass and the sampler, which
+read what it laid out.
 
 R is the number of slots, C the canvas length, N the most rows of a pass.
 """
@@ -50,15 +50,16 @@ class _Numbers(NamedTuple):
             number of rows.
         row_start: [R + 1], the same among the rows that are sampled.
         num_canvas: [R + 1], canvas rows of each request.
-        num_known: [R + 1], tokens of each request's prompt, and what it had generated when it was preempted.
+        num_known: [R + 1], tokens of each request's prompt, and what it had generated when it was
+            preempted.
         is_encoding: [R + 1], whether its other rows are tokens of a finished canvas.
         num_rows: [R + 1], canvas rows of each slot.
-        num_valid: [R + 1], of slots, as in :class:`SlotPass`. This and the next two start at their values
-            without a constraint; the sampler overwrites them.
+        num_valid: [R + 1], of slots, as in :class:`SlotPass`. This and the next two start at their
+            values without a constraint; the sampler overwrites them.
         free_from: [R + 1].
         free_to: [R + 1].
-        seeding: [R + 1], of which the first R bytes are bool: slots of which one row is sampled that
-            gives their canvas's first token.
+        seeding: [R + 1], of which the first R bytes are bool: slots of which one row is sampled
+            that gives their canvas's first token.
     """
 
     slot: Any
@@ -77,8 +78,9 @@ class _Numbers(NamedTuple):
 def _last_at(starts: Tensor, row: Tensor) -> Tensor:
     """[N], int64: for each row the last of ``starts`` that is not after it.
 
-    All of ``starts`` is searched, whose first is 0, and no part of it: PyTorch 2.11 compiles a search in a
-    slice for a GPU as one in the whole tensor, so that every row had the next request's tokens.
+    All of ``starts`` is searched, whose first is 0, and no part of it: PyTorch 2.11 compiles a
+    search in a slice for a GPU as one in the whole tensor, so that every row had the next request's
+    tokens.
 
     Args:
         starts: [R + 1], ascending.
@@ -88,13 +90,14 @@ def _last_at(starts: Tensor, row: Tensor) -> Tensor:
 
 
 class EngineRows(NamedTuple):
-    """Outcome of a pass for the engine, by request; new tensors, since it copies them in its own time.
+    """Outcome of a pass for the engine, by request; new tensors, since it copies them in its own
+    time.
 
     Attributes:
         tokens: [num_reqs, C], int32.
         num_sampled: [num_reqs], int32: how many of them are emitted.
-        num_rejected: [num_reqs], int32: canvas rows whose keys and values are not final, so that vLLM runs
-            their positions again: all of them, unless this pass wrote final ones.
+        num_rejected: [num_reqs], int32: canvas rows whose keys and values are not final, so that
+            vLLM runs their positions again: all of them, unless this pass wrote final ones.
     """
 
     tokens: Tensor
@@ -107,8 +110,8 @@ class BatchRequests(NamedTuple):
 
     Attributes:
         slots: [num_reqs], int64.
-        starts: [num_reqs + 1], int64: the first row of each request among those sampled, and after the
-            last one the number of rows.
+        starts: [num_reqs + 1], int64: the first row of each request among those sampled, and after
+            the last one the number of rows.
         seeding: [num_reqs], bool: requests of which one row is sampled that is no canvas's.
     """
 
@@ -146,25 +149,27 @@ class BatchRequests(NamedTuple):
 class PassRows:
     """Rows of the pass that :meth:`lay_out` was last called for.
 
-    Sampled are canvas rows, or those among them that the layout chooses, and, for a model whose canvases
-    begin with a token that known ones give (``CanvasLayout.is_seeded``), the last row of each
-    request whose known tokens end in the pass: to the sampler that is a canvas of one row.
+    Sampled are canvas rows, or those among them that the layout chooses, and, for a model whose
+    canvases begin with a token that known ones give (``CanvasLayout.is_seeded``), the last row of
+    each request whose known tokens end in the pass: to the sampler that is a canvas of one row.
 
     Attributes:
         slots: The canvases.
-        num_causal: [R], int32: leading rows of each request that attend causally, those of prompts and of
-            finished canvases; a padding request has none. Rows of a canvas that is denoised attend in both
-            directions.
-        causal_flags: [R], int32, the same as a flag, for back ends that know only those: for them the
-            scheduler never has a request do both in one pass.
+        num_causal: [R], int32: leading rows of each request that attend causally, those of prompts
+            and of finished canvases; a padding request has none. Rows of a canvas that is denoised
+            attend in both directions.
+        causal_flags: [R], int32, the same as a flag, for back ends that know only those: for them
+            the scheduler never has a request do both in one pass.
         index: [N], int64: the place of each sampled row in the pass; 0 after the last.
         hidden_index: [N], int64: the place of the hidden state that its token is drawn from.
         slot: [N], int64: its slot.
         position: [N], int64: its position in its canvas.
         offset: [N], int64: rows from the first of its request to it.
-        of_slots: The decision's inputs, as if there were no constraints; the sampler fills in seeds.
+        of_slots: The decision's inputs, as if there were no constraints; the sampler fills in
+            seeds.
         requests: Requests of the pass, on the host.
-        compile_backend: Backend of ``torch.compile`` for the small functions of a pass; ``None`` runs them eagerly.
+        compile_backend: Backend of ``torch.compile`` for the small functions of a pass; ``None``
+            runs them eagerly.
     """
 
     def __init__(self, slots: CanvasSlots, max_rows: int, compile_backend: str | None) -> None:
@@ -224,7 +229,9 @@ class PassRows:
         return self._held[first : first + 3, : self.slots.num_slots]
 
     def lay_out(self, input_batch: InputBatch) -> None:
-        """Lay out the batch of a pass, in ``prepare_attn``, before anything of the pass is launched."""
+        """Lay out the batch of a pass, in ``prepare_attn``, before anything of the pass is
+        launched.
+        """
         n, num_slots = input_batch.num_reqs, self.slots.num_slots
         slots = input_batch.idx_mapping_np[:n].astype(np.int64)
         num_canvas = np.diff(input_batch.cu_num_logits_np[: n + 1]).astype(np.int64)
@@ -266,7 +273,8 @@ class PassRows:
         )
 
     def num_known(self, num_tokens: int) -> Tensor:
-        """[num_tokens], int32: of each row's request, its prompt and what it had generated when preempted.
+        """[num_tokens], int32: of each row's request, its prompt and what it had generated when
+        preempted.
 
         Args:
             num_tokens: Rows of the pass, those after the last request among them.
@@ -340,8 +348,8 @@ class PassRows:
         """
         ids = input_batch.input_ids[: input_batch.num_tokens]
         if self._most is not None:
-            # The runner hands out its longer buffer in no other way, and a compiled function takes one
-            # length.
+            # The runner hands out its longer buffer in no other way, and a compiled function takes
+            # one length.
             ids = ids.as_strided((self._most,), (1,), ids.storage_offset())
         self._fill(ids, all_token_ids, num_computed)
 

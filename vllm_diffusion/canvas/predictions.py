@@ -1,15 +1,19 @@
-"""Texts that requests expect their answers to resemble, from which their canvases start in place of noise.
+"""Texts that requests expect their answers to resemble, from which their canvases start in place of
+noise.
 
-A canvas starts from the part of its request's text that follows what was emitted last: the continuation of the longest
-run of tokens that ends with the last one emitted, and of equal runs of the one nearest to where the canvas before it
-would go on. Without such a run it starts from noise. A canvas that kept less than half of what it started from is a
-miss, and after ``MOST_MISSES`` the text is dropped: that a canvas was slow would depend on other requests, what it kept
-depends on its own.
+A canvas starts from the part of its request's text that follows what was emitted last: the
+continuation of the longest run of tokens that ends with the last one emitted, and of equal runs of
+the one nearest to where the canvas before it would go on. Without such a run it starts from noise.
+A canvas that kept less than half of what it started from is a miss, and after ``MOST_MISSES`` the
+text is dropped: that a canvas was slow would depend on other requests, what it kept depends on its
+own.
 
-The workers search on the device, in passes of servers that have such a request, since with asynchronous scheduling the
-next pass is on its way before the host knows what was emitted. The API process repeats the search to count tokens.
+The workers search on the device, in passes of servers that have such a request, since with
+asynchronous scheduling the next pass is on its way before the host knows what was emitted. The API
+process repeats the search to count tokens.
 
-n is a number of requests, K is ``LONGEST_RUN``, L the length of the longest text, C the canvas length.
+n is a number of requests, K is ``LONGEST_RUN``, L the length of the longest text, C the canvas
+length.
 """
 
 from __future__ import annotations
@@ -24,10 +28,12 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_diffusion.requests.arguments import MOST_PREDICTED
 
-# Tokens of the runs that are told apart by their lengths, and of those that are too short to be no chance.
+# Tokens of the runs that are told apart by their lengths, and of those that are too short to be no
+# chance.
 LONGEST_RUN, LEAST_RUN = 16, 3
 MOST_MISSES = 2
-# No token, in a text and before the first one emitted. They differ, so that neither matches the other.
+# No token, in a text and before the first one emitted. They differ, so that neither matches the
+# other.
 _NO_TOKEN, _NOTHING_EMITTED = -1, -2
 
 
@@ -48,7 +54,9 @@ class Progress(NamedTuple):
 
     @classmethod
     def first(cls, num: int) -> Progress:
-        """Return the progress, on the host, of answers whose first canvas starts from the beginning of their texts."""
+        """Return the progress, on the host, of answers whose first canvas starts from the beginning
+        of their texts.
+        """
         arrays = (
             np.full((num, LONGEST_RUN), _NOTHING_EMITTED, dtype=np.int32),
             np.zeros(num, dtype=np.int64),
@@ -83,7 +91,8 @@ def expected(progress: Progress, texts: Tensor, width: int) -> Tensor:
 def kept(
     progress: Progress, texts: Tensor, tokens: Tensor, num_emitted: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return how many tokens of their texts canvases started from, and how many of these were emitted, both [n].
+    """Return how many tokens of their texts canvases started from, and how many of these were
+    emitted, both [n].
 
     Args:
         progress: Of the answers, before the canvases.
@@ -98,7 +107,9 @@ def kept(
 
 
 def advanced(progress: Progress, texts: Tensor, tokens: Tensor, num_emitted: Tensor) -> Progress:
-    """Return the progress after canvases: see :func:`kept`. An answer of which nothing was emitted stays where it is."""
+    """Return the progress after canvases: see :func:`kept`. An answer of which nothing was emitted
+    stays where it is.
+    """
     emits = num_emitted > 0
     num_started, num_kept = kept(progress, texts, tokens, num_emitted)
     misses = progress.misses + (2 * num_kept < num_started).int()
@@ -130,7 +141,9 @@ class FollowedText:
     """
 
     def __init__(self, text: Sequence[int], *, is_prompt: bool) -> None:
-        """Begin before the first canvas, which starts from noise where the text is the prompt itself."""
+        """Begin before the first canvas, which starts from noise where the text is the prompt
+        itself.
+        """
         self.texts = padded([text])
         progress = Progress.first(1)
         self.progress = progress._replace(starts=progress.starts & (not is_prompt))
@@ -151,7 +164,9 @@ class FollowedText:
 
 
 class Predictions:
-    """Texts of running requests and their progress, by slot, on the device once a request has brought one."""
+    """Texts of running requests and their progress, by slot, on the device once a request has
+    brought one.
+    """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         """Allocate nothing yet, for ``num_slots`` requests."""

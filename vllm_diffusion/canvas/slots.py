@@ -93,7 +93,9 @@ class NewRequest:
         )
 
     def followed(self, spec: CanvasSpec) -> FollowedText | None:
-        """Follow the text that its answer is expected to resemble as far as it had answered, where it brings one."""
+        """Follow the text that its answer is expected to resemble as far as it had answered, where
+        it brings one.
+        """
         arguments, known = self.arguments, self.known
         prompt = known[: self.prompt_len] if arguments.predicts_prompt else ()
         if (text := arguments.predicted(prompt)) is None:
@@ -114,8 +116,8 @@ class RequestTensors:
     Attributes:
         max_steps: [R], int32, the step cap.
         settings: [R] each, the rule's settings by name.
-        first_phase: [R], int8, :class:`Phase` in which canvases begin: that of a commit where nothing is drafted;
-            ``None`` where every canvas is denoised first.
+        first_phase: [R], int8, :class:`Phase` in which canvases begin: that of a commit where
+            nothing is drafted; ``None`` where every canvas is denoised first.
         read_only: [R], bool, canvases that need no commit.
         maps_steps: [R], bool, requests that ask which step decided each token.
         seed_canvas: [R, C], int64, first canvases that requests bring.
@@ -170,7 +172,9 @@ class SlotFeatures:
         self.one_step.discard(slot)
 
     def held_to(self, slots: Sequence[int]) -> frozenset[int] | None:
-        """Return all ids whose probabilities are read of some slots; ``None`` if one of them is not held to a few."""
+        """Return all ids whose probabilities are read of some slots; ``None`` if one of them is not
+        held to a few.
+        """
         if not self.allowed_ids.keys() >= set(slots):
             return None
         return frozenset().union(*(self.allowed_ids[slot] for slot in slots))
@@ -186,12 +190,13 @@ class CanvasSlots:
         canvas: [R, C], int64, what the next pass starts from.
         previous_result: [R, C], int64, what the last step would have emitted; -1 before the first.
         step: [R], int32, steps that the canvas has taken.
-        decided_step: [R, C], int32, the step, from 1 on, that wrote what each position would emit; 0
-            before the first one, and where no step writes.
+        decided_step: [R, C], int32, the step, from 1 on, that wrote what each position would emit;
+            0 before the first one, and where no step writes.
         canvas_idx: [R], int32, canvases of the request before this one.
         num_given: [R], int32, leading positions that are known tokens.
-        pinned: [R, C], bool, positions of a first canvas that hold the token which the request brings,
-            from its first step to the answer; none are given ones. A canvas that holds the sequence keeps them.
+        pinned: [R, C], bool, positions of a first canvas that hold the token which the request
+            brings, from its first step to the answer; none are given ones. A canvas that holds the
+            sequence keeps them.
         rule_memory: Tensors that the rule remembers, by name; see :class:`Memory`.
         requested: Arguments of the requests.
         block_length: [R], int64, on the host: positions of each canvas that are denoised at a time.
@@ -259,7 +264,9 @@ class CanvasSlots:
 
     @property
     def verified(self) -> Tensor | None:
-        """[R], bool: slots whose request chose to have its canvases verified; ``None`` where none can choose."""
+        """[R], bool: slots whose request chose to have its canvases verified; ``None`` where none
+        can choose.
+        """
         return None if self.spec.drafts is None else self.requested.settings[RULE] > 0
 
     @property
@@ -374,7 +381,9 @@ class CanvasSlots:
         )
 
     def _brings_canvas(self, row: NewRequest) -> bool:
-        """True if the request's next canvas is its first one, and it brings what that starts from."""
+        """True if the request's next canvas is its first one, and it brings what that starts
+        from.
+        """
         return row.arguments.seed_canvas is not None and self._num_canvases(row) == 0
 
     def _num_canvases(self, row: NewRequest) -> int:

@@ -5,8 +5,8 @@ A slot's canvas is denoised until the rule finds it done. It is *emitted*
 - by that step, if a later pass encodes its tokens;
 - by that step, if the keys and values that the step wrote are already final;
 - by that step, if the canvas is only read;
-- otherwise by the next pass over the same rows, which commits it (:class:`Phase`): all of the canvas or,
-  where the rule has the pass verify it, as much as its rows agree with.
+- otherwise by the next pass over the same rows, which commits it (:class:`Phase`): all of the
+  canvas or, where the rule has the pass verify it, as much as its rows agree with.
 
 The next canvas begins where one is emitted.
 
@@ -38,8 +38,8 @@ class SlotPass(NamedTuple):
         num_rows: [R], int32, canvas rows of each slot; 0 for a slot that had none.
         seed: [R], int64, each request's seed.
         greedy: [R], bool, requests whose temperature is 0.
-        seeding: [R], bool, slots whose statistics at position 0 are of the last known token's row, which
-            draws the canvas's first token.
+        seeding: [R], bool, slots whose statistics at position 0 are of the last known token's row,
+            which draws the canvas's first token.
         num_valid: [R], int32, leading positions that a constrained canvas must repeat in its last
             step; 0 where no step may be the last yet, -1 without a constraint.
         free_from: [R], int32, first position that becomes noise whatever the rule decides.
@@ -69,12 +69,12 @@ class StepOutput(NamedTuple):
         num_given: [R], int32, their leading positions that are known tokens.
         kept: [R, C], bool, positions that enter the next step, or are emitted, as they are.
         decided: [R, C], bool, positions whose token this step wrote: the mask was decided or the
-            token replaced; without a mask, another token became the likeliest. Of pinned positions every
-            step counts.
+            token replaced; without a mask, another token became the likeliest. Of pinned positions
+            every step counts.
         decided_step: [R, C], int32, the step that last wrote each position, from 1 on; 0 for pinned
             positions, which none writes.
-        num_final: [R], int32, leading positions of each canvas that the step is about, where the rule denoises
-            a part of a canvas; ``None`` where it is all of them.
+        num_final: [R], int32, leading positions of each canvas that the step is about, where the
+            rule denoises a part of a canvas; ``None`` where it is all of them.
     """
 
     tokens: Tensor
@@ -118,8 +118,8 @@ class CanvasStep:
         Args:
             slots: The state, updated in place.
             converge_at_end: Judge a canvas by its positions up to its first end token.
-            commits: A canvas is emitted by a commit (:class:`PassOrder`), and not by the step that converges,
-                unless it is only read.
+            commits: A canvas is emitted by a commit (:class:`PassOrder`), and not by the step that
+                converges, unless it is only read.
             compile_backend: Backend of ``torch.compile``; ``None`` runs eagerly.
         """
         self._slots = slots
@@ -141,8 +141,8 @@ class CanvasStep:
 
     def _advance(self, statistics: PositionStatistics, slot_pass: SlotPass) -> StepOutput:
         slots = self._slots
-        # Without a row after its given positions a canvas waits: an asynchronous pass may be of the rows
-        # before a block was emitted, or after the last one.
+        # Without a row after its given positions a canvas waits: an asynchronous pass may be of the
+        # rows before a block was emitted, or after the last one.
         has_rows = slot_pass.num_rows > slots.num_given
         denoised = has_rows & (slots.phase == _DENOISING)
         committed = has_rows & (slots.phase == _COMMITTING)
@@ -246,8 +246,8 @@ class CanvasStep:
         finished = committed
         if decision.has_final_kv is not None:
             finished = committed | (done & decision.has_final_kv)
-        # A canvas that is only read needs no commit. What a pass on its way runs after it is a first step, which
-        # needs nothing of the last one.
+        # A canvas that is only read needs no commit. What a pass on its way runs after it is a
+        # first step, which needs nothing of the last one.
         return finished | (done & self._slots.requested.read_only), finished
 
     def _next_input(
@@ -319,5 +319,6 @@ class CanvasStep:
         slots.canvas.copy_(canvas)
         slots.num_given.copy_(torch.where(begins, num_given, slots.num_given))
         if not layout.keeps_emitted:
-            # Pins are positions of the first canvas: in each, as in stock, an answer would repeat their tokens.
+            # Pins are positions of the first canvas: in each, as in stock, an answer would repeat
+            # their tokens.
             slots.pinned.copy_(slots.pinned & ~begins[:, None])

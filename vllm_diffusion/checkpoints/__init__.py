@@ -57,7 +57,8 @@ def shipped_draft(family: str = DRAFTED_FAMILY) -> Path:
 
 
 def shipped_tasks(model: str) -> str:
-    """Return a sentence on what a shipped checkpoint can do, and of any other model an empty string.
+    """Return a sentence on what a shipped checkpoint can do, and of any other model an empty
+    string.
 
     Args:
         model: Path or name by which a server knows its model. The server may be on another machine.

@@ -1,4 +1,6 @@
-"""Streamed answers of an OpenAI server, as text or in a terminal with the canvas that is being denoised."""
+"""Streamed answers of an OpenAI server, as text or in a terminal with the canvas that is being
+denoised.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +118,9 @@ def first_model(client: OpenAI) -> str:
 
 
 def folder_of(client: OpenAI, model: str) -> str:
-    """Return the folder or the name that a server has a model from, or an empty string if it names none."""
+    """Return the folder or the name that a server has a model from, or an empty string if it names
+    none.
+    """
     from openai import OpenAIError
 
     try:
@@ -202,7 +206,9 @@ class PlainDisplay:
 
 
 class LiveDisplay:
-    """Emitted text, the canvas with its kept tokens plain and the rest dim, and a line of figures."""
+    """Emitted text, the canvas with its kept tokens plain and the rest dim, and a line of
+    figures.
+    """
 
     draws_canvases = True
 
@@ -248,7 +254,8 @@ class LiveDisplay:
         # A thought comes before the text; it is no part of the answer.
         rest = (getattr(frame, "reasoning", None) or "") + frame.text
         for token, is_kept in zip(frame.tokens, frame.kept, strict=True):
-            # Special tokens, what an end throws away and parts of characters are no text by themselves.
+            # Special tokens, what an end throws away and parts of characters are no text by
+            # themselves.
             if token and rest.startswith(token):
                 drawing.append(printable(token), style="" if is_kept else "dim")
                 rest = rest[len(token) :]

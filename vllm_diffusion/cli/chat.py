@@ -157,7 +157,9 @@ class Conversation:
                 self.ask(line)
 
     def _edit_lines(self) -> None:
-        """Have ``input`` edit lines, recall earlier ones and complete them, where Python has readline."""
+        """Have ``input`` edit lines, recall earlier ones and complete them, where Python has
+        readline.
+        """
         try:
             import readline
         except ImportError:
@@ -176,7 +178,9 @@ class Conversation:
         readline.parse_and_bind("bind ^I rl_complete" if is_editline else "tab: complete")
 
     def completions(self, line: str) -> list[str]:
-        """Return what the last word of a line may become: a command, or a name that the server has."""
+        """Return what the last word of a line may become: a command, or a name that the server
+        has.
+        """
         before, _, word = line.rpartition(" ")
         known: Sequence[str] = _COMMANDS if not before else ()
         if before in ("/preset", "/way"):
@@ -261,7 +265,9 @@ class Conversation:
             raise AnswerError(reason(error)) from error
 
     def _choices(self, setting: str) -> list[str]:
-        """Return the names that a setting may have, as the server lists them where it refuses another one."""
+        """Return the names that a setting may have, as the server lists them where it refuses
+        another one.
+        """
         refused: dict[str, Any] = {setting: "?"}
         try:
             self._try(Settings(**refused))

@@ -1,4 +1,6 @@
-"""``vllm-diffusion checkpoint``: paths of the shipped checkpoints; and servers on them, as soon there as they can be."""
+"""``vllm-diffusion checkpoint``: paths of the shipped checkpoints; and servers on them, as soon
+there as they can be.
+"""
 
 from __future__ import annotations
 
@@ -148,8 +150,8 @@ def shipped_server(
 
     Raises:
         InstallationError: If the installation lacks a file of the checkpoint.
-        CommandError: If the server did not start or stopped, or it did not answer; the last names the
-            server's log.
+        CommandError: If the server did not start or stopped, or it did not answer; the last names
+            the server's log.
     """
     end_with_signals()
     checkpoint = shipped_checkpoint(family)

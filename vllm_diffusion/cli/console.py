@@ -25,7 +25,9 @@ class CommandError(Exception):
 
 
 def quieten() -> None:
-    """Hide what vLLM and torch print while they work, but for errors. Call it before they are imported."""
+    """Hide what vLLM and torch print while they work, but for errors. Call it before they are
+    imported.
+    """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")

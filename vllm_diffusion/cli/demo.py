@@ -85,7 +85,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def report(answer: Answer, counters: dict[str, float]) -> str:
-    """Describe what the answer took, by the counters of a server that answered nothing else before."""
+    """Describe what the answer took, by the counters of a server that answered nothing else
+    before.
+    """
     passes = counters.get("vllm_diffusion:passes_total", 0.0)
     steps = counters.get("vllm_diffusion:denoise_steps_total", 0.0)
     canvases = counters.get("vllm_diffusion:canvases_total", 0.0)

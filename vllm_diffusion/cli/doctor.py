@@ -36,7 +36,8 @@ _OUR_PLUGINS = {
     "vllm_diffusion_cpu": "the CPU platform",
     "vllm_diffusion_metrics": "the counters",
 }
-# Variables that are set to 1: their meaning then, and the remedy where this package cannot serve so.
+# Variables that are set to 1: their meaning then, and the remedy where this package cannot serve
+# so.
 _SWITCHES = {
     "VLLM_DIFFUSION_DISABLE": ("this package does nothing and stock vLLM serves", "unset it"),
     "VLLM_DIFFUSION_CPU": ("the CPU serves, whatever else is there", ""),
@@ -221,7 +222,8 @@ def cache_fact(name: str, variable: str, folder: str) -> Fact:
 
 def disk_fact(name: str, path: Path) -> Fact:
     """Judge the place of a folder, which may have to be made."""
-    # Of a folder that this user may not search, os.path says that nothing is there, and pathlib raises.
+    # Of a folder that this user may not search, os.path says that nothing is there, and pathlib
+    # raises.
     existing = next(each for each in (path, *path.absolute().parents) if os.path.exists(each))
     if not os.access(existing, os.W_OK):
         return Fact(name, f"{path} cannot be written", f"make {existing} writable")

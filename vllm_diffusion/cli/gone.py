@@ -33,7 +33,9 @@ _GONE = {
 
 
 def what_is_gone(command_line: Sequence[str]) -> str:
-    """Return why a command line is refused that names something of an earlier release; empty if none does."""
+    """Return why a command line is refused that names something of an earlier release; empty if
+    none does.
+    """
     for names, instead in _GONE.items():
         command = [word for word in names.split() if not word.startswith("-")]
         if list(command_line[: len(command)]) != command:

@@ -1,4 +1,5 @@
-"""Questions to the shipped checkpoint, served with the default options, whose answers a CPU has given too.
+"""Questions to the shipped checkpoint, served with the default options, whose answers a CPU has
+given too.
 
 Kernels that are right one by one do not show that compiled functions and captured graphs are.
 """

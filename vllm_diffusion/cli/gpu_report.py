@@ -1,4 +1,6 @@
-"""``vllm-diffusion doctor --gpu``: whether kernels and served answers are right on this machine's GPU."""
+"""``vllm-diffusion doctor --gpu``: whether kernels and served answers are right on this machine's
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ GAIN = 0.05
 
 
 def served_models(model: str) -> Iterator[tuple[str, Served]]:
-    """Yield what is checked, by a title: a model, or without one the shipped one and the 26B's shape.
+    """Yield what is checked, by a title: a model, or without one the shipped one and the 26B's
+    shape.
 
     Args:
         model: As for ``vllm serve``; empty for none.
@@ -107,7 +110,9 @@ def run(model: str, report: Path | None) -> int:
 
 
 def check_all(served: Served) -> list[tuple[KernelCase, Outcome]]:
-    """Check all implementations, those too that do not serve; nothing after a GPU that is wrong by itself."""
+    """Check all implementations, those too that do not serve; nothing after a GPU that is wrong by
+    itself.
+    """
     results = []
     for case, outcome in outcomes(served.cases(), "cuda:0"):
         results.append((case, outcome))
@@ -117,7 +122,8 @@ def check_all(served: Served) -> list[tuple[KernelCase, Outcome]]:
 
 
 def problems_of(served: Served, results: Sequence[tuple[KernelCase, Outcome]]) -> list[str]:
-    """Return a line for each kernel that serves and was not found right, with the option that avoids it if there is one.
+    """Return a line for each kernel that serves and was not found right, with the option that
+    avoids it if there is one.
 
     What refuses its inputs has another implementation in its place.
     """
@@ -169,7 +175,8 @@ def lines(results: list[tuple[KernelCase, Outcome]]) -> str:
 
 
 def faster_option(results: Sequence[tuple[KernelCase, Outcome]]) -> str:
-    """Return the option that serves with a faster attention than the default, and what it gains; or nothing.
+    """Return the option that serves with a faster attention than the default, and what it gains; or
+    nothing.
 
     Compared is the last pass of each kind of layer, one after another: canvases after 3,000 tokens.
     """

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 Kernel = Literal["device", "noise", "attention", "statistics", "kept rows"]
 # Tokens before a canvas: keys in one piece, and cut into splits. Longer ones repeat the same loop.
 CONTEXTS = (300, 3000)
-# Rows of small inputs, and ids of a tile. The sampler's is a multiple: Triton compiles the same for both.
+# Rows of small inputs, and ids of a tile. The sampler's is a multiple: Triton compiles the same for
+# both.
 MAX_ROWS, TILE = 64, 8192
 
 
@@ -120,13 +121,17 @@ class Served:
                 yield KernelCase(kernel, "", impl, (replace(shape, adjusted=True), shape))
 
     def serves(self, case: KernelCase) -> bool:
-        """Return true for a case whose implementation serves here by default or as the settings ask for."""
+        """Return true for a case whose implementation serves here by default or as the settings ask
+        for.
+        """
         if case.kernel != "attention":
             return case.impl in ("PyTorch", "triton")
         return case.impl == ("triton" if self.attention == "auto" else self.attention)
 
     def _passes(self, kind: LayerKind) -> Iterator[AttentionShape]:
-        """Yield passes of a kind of layer: a prompt's end with its canvas, a whole prompt, canvases alone."""
+        """Yield passes of a kind of layer: a prompt's end with its canvas, a whole prompt, canvases
+        alone.
+        """
         C = self.canvas_length
         passes = (((2 * C, C), (C, 0)), ((C + 5, C + 5), (C, 0)), ((C, 0), (C, 0)))
         longest = max(1, self.max_model_len - 2 * C)
@@ -162,7 +167,8 @@ def published_26b() -> Served:
 
 
 def few_tiles(num_ids: int) -> int:
-    """Return the smallest vocabulary size that is tiled the same way: two full tiles and the same remainder.
+    """Return the smallest vocabulary size that is tiled the same way: two full tiles and the same
+    remainder.
 
     Every further tile repeats a launch, on the same sizes and strides, for which Triton compiles.
     """

@@ -1,4 +1,6 @@
-"""Checks of the kernels, each timed, in a process of their own: one that crashes or hangs is a result."""
+"""Checks of the kernels, each timed, in a process of their own: one that crashes or hangs is a
+result.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ class Outcome:
         why: Why it is not right; empty if it is.
         difference: Largest difference from float64.
         microseconds: Time of a call.
-        is_last: True where nothing more may run in the process: after an illegal access its context is lost.
+        is_last: True where nothing more may run in the process: after an illegal access its context
+            is lost.
     """
 
     state: Literal["right", "wrong", "refused", "unknown"]

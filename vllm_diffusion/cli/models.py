@@ -1,4 +1,6 @@
-"""``vllm-diffusion models``: published checkpoints that are served, with the command line of each."""
+"""``vllm-diffusion models``: published checkpoints that are served, with the command line of
+each.
+"""
 
 from __future__ import annotations
 

@@ -168,7 +168,9 @@ def plan_of(arguments: Sequence[str]) -> Plan:
 
 
 def _set_to(options: Sequence[str]) -> argparse.Namespace:
-    """Read the model, and the options of ``vllm serve`` that decide where the page is and how the server ends."""
+    """Read the model, and the options of ``vllm serve`` that decide where the page is and how the
+    server ends.
+    """
     parser = values.Parser(prog="vllm-diffusion serve-page", add_help=False, allow_abbrev=False)
     parser.add_argument("MODEL", type=values.model)
     parser.add_argument("--host")
@@ -230,7 +232,9 @@ def browser_problem(environment: Mapping[str, str]) -> str | None:
 
 
 def open_browser(address: str) -> None:
-    """Open an address in the user's browser, which gets no key: not in it, and not in its environment."""
+    """Open an address in the user's browser, which gets no key: not in it, and not in its
+    environment.
+    """
     environment = {name: value for name, value in os.environ.items() if "API_KEY" not in name}
     subprocess.Popen(
         [sys.executable, "-m", "webbrowser", address],

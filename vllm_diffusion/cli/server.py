@@ -79,8 +79,8 @@ class Server:
             report: Called with a line about progress every few seconds.
             timeout: Seconds that the server may take until it is ready.
             environment: Variables in addition to those of this process.
-            url: Where the command itself has the server listen, with the key of this process if it has one; by
-                default a free port, and a random key.
+            url: Where the command itself has the server listen, with the key of this process if it
+                has one; by default a free port, and a random key.
             shutdown_seconds: Time that the server gives its open requests when it is interrupted.
             verbose: Whether what the server prints is printed here too, as it comes.
         """
@@ -173,7 +173,9 @@ class Server:
             raise ServerError(f"The server stopped with exit status {status}.")
 
     def processes(self) -> list[int]:
-        """Return the ids of the server's first process and of all that it started; none once it has ended."""
+        """Return the ids of the server's first process and of all that it started; none once it has
+        ended.
+        """
         if self._process is None:
             return []
         return [each.pid for each in process_tree(self._process.pid)]
@@ -209,14 +211,16 @@ def process_tree(pid: int) -> list[psutil.Process]:
 def _end_with_parent() -> None:
     """Have Linux end this process, a server's first one, when the one that started it has ended.
 
-    A parent that is killed cannot stop its server. Linux counts the thread that starts a process as its
-    parent: a server of another thread than the main one is left out.
+    A parent that is killed cannot stop its server. Linux counts the thread that starts a process as
+    its parent: a server of another thread than the main one is left out.
     """
     _PRCTL(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _print_until_end(log: Path, pid: int) -> subprocess.Popen[bytes]:
-    """Print a server's log to standard error as it grows, until the server has ended, in a process of its own."""
+    """Print a server's log to standard error as it grows, until the server has ended, in a process
+    of its own.
+    """
     return subprocess.Popen(
         ["tail", "--bytes=+1", "--follow", f"--pid={pid}", "--sleep-interval=0.2", str(log)],
         stdin=subprocess.DEVNULL,

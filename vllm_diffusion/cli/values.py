@@ -1,8 +1,8 @@
 """Readers of what a user types, each the ``type`` of an option of ``argparse``.
 
-Refused here is what would otherwise end in a stack trace, or after minutes of work: what ``argparse``, vLLM or
-a library answers with a clear line of its own goes on to it. :class:`UsageError` is the same for what no single
-option shows.
+Refused here is what would otherwise end in a stack trace, or after minutes of work: what
+``argparse``, vLLM or a library answers with a clear line of its own goes on to it.
+:class:`UsageError` is the same for what no single option shows.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def add_number(
 def number(
     least: float, most: float = sys.float_info.max, *, kind: Callable[[str], Any] = float
 ) -> Callable[[str], Any]:
-    """Make a reader of finite numbers from ``least`` to ``most``; ``kind`` is ``float`` or ``int``."""
+    """Make a reader of finite numbers from ``least`` to ``most``; ``kind`` is ``float`` or
+    ``int``.
+    """
     limit = f"from {least} to {most}" if most < sys.float_info.max else f"of at least {least}"
 
     def read(value: str) -> Any:
@@ -98,7 +100,9 @@ def url(value: str) -> str:
 
 
 def model(value: str) -> str:
-    """Read a folder of a checkpoint, a repository on the hub, or an address that vLLM loads from."""
+    """Read a folder of a checkpoint, a repository on the hub, or an address that vLLM loads
+    from.
+    """
     is_path = value[:1] in ("", "/", ".", "~") or value.count("/") > 1 or os.path.isdir(value)
     if is_path and "://" not in value:
         # Mistral's own format has the other one.

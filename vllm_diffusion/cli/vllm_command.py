@@ -1,9 +1,9 @@
 """``vllm``, ready sooner: ``python -m vllm_diffusion.cli.vllm_command serve MODEL``.
 
-Importing vLLM makes a million objects that stay, and Python's collector walks through them again and
-again: a quarter of the import's time. So it waits until they are there, and does not look at them
-afterwards, when vLLM has it walk through everything several times more, and Python at the end. On a CPU the
-engine's process begins with what this one has imported.
+Importing vLLM makes a million objects that stay, and Python's collector walks through them again
+and again: a quarter of the import's time. So it waits until they are there, and does not look at
+them afterwards, when vLLM has it walk through everything several times more, and Python at the end.
+On a CPU the engine's process begins with what this one has imported.
 """
 
 from __future__ import annotations

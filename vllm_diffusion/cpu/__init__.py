@@ -35,8 +35,9 @@ def cpu_platform_plugin() -> str | None:
     # CUDA_VISIBLE_DEVICES tells vLLM that finding no Triton driver is intended.
     _interpret_triton()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # A library of vLLM's for quantised GPU kernels starts two processes whenever it is imported, which
-    # import torch to see what they could compile for a GPU: a third of a start's processor time.
+    # A library of vLLM's for quantised GPU kernels starts two processes whenever it is imported,
+    # which import torch to see what they could compile for a GPU: a third of a start's processor
+    # time.
     os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
     return _CPU_PLATFORM
 

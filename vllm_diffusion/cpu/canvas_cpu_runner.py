@@ -14,7 +14,9 @@ class CanvasCpuRunner(CanvasRunner, CPUModelRunner):
     """vLLM's runner for the CPU, with canvases."""
 
     def shutdown(self) -> None:
-        """Look for no garbage where the process ends: vLLM frees a device's memory so, and here is none."""
+        """Look for no garbage where the process ends: vLLM frees a device's memory so, and here is
+        none.
+        """
         if multiprocessing.parent_process() is not None:
             gc.freeze()
         super().shutdown()

@@ -1,7 +1,7 @@
 """Sums over ranks that do not depend on where in a tensor a number stands.
 
-gloo sums pieces of a tensor on different ranks, and each piece begins with another rank's share. With
-three ranks and more, a row would then round by its place in the batch.
+gloo sums pieces of a tensor on different ranks, and each piece begins with another rank's share.
+With three ranks and more, a row would then round by its place in the batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ class OrderedCpuCommunicator(CpuCommunicator):
     """
 
     def all_reduce(self, input_: Tensor) -> Tensor:
-        """Return the sum of every rank's ``input_``, a new tensor; rounded in its dtype after each rank."""
+        """Return the sum of every rank's ``input_``, a new tensor; rounded in its dtype after each
+        rank.
+        """
         first, *others = self.all_gather(input_[None].contiguous(), dim=0)
         total = first.clone()
         for values in others:

@@ -1,7 +1,8 @@
 """The worker process of the CPU platform.
 
 A sleeping server's worker gives memory of tensors back to the system and keeps their addresses: as
-vLLM's allocator does on a GPU, everything stays where it is, views and all, but for what it contains.
+vLLM's allocator does on a GPU, everything stays where it is, views and all, but for what it
+contains.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class DiffusionCpuWorker(FiniteWeights, CPUWorker):
 
     def init_device(self) -> None:
         self.device = torch.device("cpu")
-        # The file or port at which the ranks meet names the shared memory of this engine's ranks apart
-        # from that of any other engine.
+        # The file or port at which the ranks meet names the shared memory of this engine's ranks
+        # apart from that of any other engine.
         os.environ["VLLM_DIST_IDENT"] = re.split("[/:]", self.distributed_init_method)[-1]
         init_worker_distributed_environment(
             self.vllm_config,

@@ -1,7 +1,7 @@
 """LoRA adapters in plain PyTorch: a pair of matrix products for each adapter in the pass.
 
-vLLM's own products for CPUs gather each row's matrices, which takes a matrix of memory for every row,
-and it has none for experts.
+vLLM's own products for CPUs gather each row's matrices, which takes a matrix of memory for every
+row, and it has none for experts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class RowsByAdapter(PunicaWrapperCPU):
         vocab_size: int,
         **kwargs: Any,
     ) -> None:
-        """Write each row's slot; segments of equal rows, of which vLLM's products are made, are not."""
+        """Write each row's slot; segments of equal rows, of which vLLM's products are made, are
+        not.
+        """
         self._update_base_metadata(mapping, lora_index_to_id, max_loras, vocab_size)
 
     def for_each_adapter(self, rows: Tensor, work: Callable[[int, Tensor], None]) -> None:
@@ -54,7 +56,9 @@ class RowsByAdapter(PunicaWrapperCPU):
         scale: float,
         **kwargs: Any,
     ) -> None:
-        """Write ``x`` times each row's first matrices into ``y``, a float32 buffer for each slice."""
+        """Write ``x`` times each row's first matrices into ``y``, a float32 buffer for each
+        slice.
+        """
         x = x.view(-1, x.shape[-1]).float()
 
         def shrink(slot: int, rows: Tensor) -> None:

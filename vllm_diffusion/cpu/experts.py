@@ -1,9 +1,10 @@
 """Mixture-of-experts layers on the CPU in plain PyTorch, unquantised ones and emulated formats.
 
-Unquantised experts go through vLLM's registration for other platforms. Of quantised ones vLLM loads the
-checkpoint's tensors and hands them to the experts that its *oracle* chooses for a format; an oracle has
-no registration for other platforms, so the class that one of its names stands for is replaced, on the
-CPU only. Experts stay compressed: each pass decompresses those that some token chose.
+Unquantised experts go through vLLM's registration for other platforms. Of quantised ones vLLM loads
+the checkpoint's tensors and hands them to the experts that its *oracle* chooses for a format; an
+oracle has no registration for other platforms, so the class that one of its names stands for is
+replaced, on the CPU only. Experts stay compressed: each pass decompresses those that some token
+chose.
 """
 
 from __future__ import annotations
@@ -205,7 +206,8 @@ class TorchExperts(UnquantizedFusedMoEMethod):
 )
 def _fp8_experts(stock: Callable[..., list[type]], backend: Any) -> list[type]:
     if backend in (fp8_oracle.Fp8MoeBackend.CPU, fp8_oracle.Fp8MoeBackend.CPU_W8A8):
-        # Chosen on a processor with AMX, these call kernels of vLLM's build for CPUs, which its CUDA wheel lacks.
+        # Chosen on a processor with AMX, these call kernels of vLLM's build for CPUs, which its
+        # CUDA wheel lacks.
         return []
     # The layout that vLLM calls TRITON is the checkpoint's.
     return (
@@ -272,7 +274,9 @@ class TorchQuantizedExperts(modular_kernel.FusedMoEExpertsModular):
 
     @staticmethod
     def supports_lora() -> bool:
-        """Without it vLLM would build no such layer where others have adapters; its own are refused."""
+        """Without it vLLM would build no such layer where others have adapters; its own are
+        refused.
+        """
         return True
 
     @staticmethod

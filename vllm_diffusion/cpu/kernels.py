@@ -1,8 +1,8 @@
 """NumPy in place of the runner's small Triton kernels, which dominate a step when interpreted.
 
-Registered through vLLM's own dispatcher. Each function does what one launch of the kernel of the same
-name does: it writes into the tensors it is given, which have the kernel's names (:mod:`.launches`). All
-tensors are on the CPU, so ``.numpy()`` shares their memory.
+Registered through vLLM's own dispatcher. Each function does what one launch of the kernel of the
+same name does: it writes into the tensors it is given, which have the kernel's names
+(:mod:`.launches`). All tensors are on the CPU, so ``.numpy()`` shares their memory.
 """
 
 # ruff: noqa: N803

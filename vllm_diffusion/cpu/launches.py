@@ -1,6 +1,7 @@
 """Functions in place of Triton kernels that name only the launch arguments that they read.
 
-vLLM passes all arguments of a launch in the kernel's own order: tensors, strides and sizes, up to forty.
+vLLM passes all arguments of a launch in the kernel's own order: tensors, strides and sizes, up to
+forty.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from inspect import Parameter, Signature
 from types import SimpleNamespace
 from typing import Any, get_type_hints
 
-# Functions that run in the place of one kernel, one after the other. One that returns a grid has done
-# nothing: the kernel itself runs on it, interpreted.
+# Functions that run in the place of one kernel, one after the other. One that returns a grid has
+# done nothing: the kernel itself runs on it, interpreted.
 Functions = tuple[Callable[..., tuple[int, ...] | None], ...]
 
 
@@ -23,8 +24,8 @@ class Launch(SimpleNamespace):
 def overrides(functions: Mapping[str, Functions]) -> dict[str, Callable[..., None]]:
     """Return what vLLM's dispatcher registers, from the functions that replace each kernel.
 
-    A parameter of a function has the name of the kernel's argument, without its ``_ptr``; one of type
-    :class:`Launch` has all of them.
+    A parameter of a function has the name of the kernel's argument, without its ``_ptr``; one of
+    type :class:`Launch` has all of them.
 
     Args:
         functions: By the kernel's module and name.
@@ -49,8 +50,8 @@ def _launch(name: str, functions: Functions) -> Callable[..., None]:
             if grid is not None:
                 kernel[grid](*arguments, **constants)
 
-    # A launch that names all arguments names options of the compiler too, which vLLM's dispatcher takes only for a
-    # function that has the kernel's parameters.
+    # A launch that names all arguments names options of the compiler too, which vLLM's dispatcher
+    # takes only for a function that has the kernel's parameters.
     parameters = [Parameter(each, Parameter.POSITIONAL_OR_KEYWORD) for each in kernel.arg_names]
     launch.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     return launch

@@ -156,7 +156,8 @@ class DiffusionCpuPlatform(CpuPlatform):
         cache_config = vllm_config.cache_config
         cache_config.kv_cache_memory_bytes = kv_cache_bytes(cache_config)
 
-        # vLLM's CPU worker would read them as NUMA nodes. The supervisor of several servers numbers theirs.
+        # vLLM's CPU worker would read them as NUMA nodes. The supervisor of several servers numbers
+        # theirs.
         parallel_config.assigned_physical_gpu_ids = None
         if spec_of(model_config) is not None:
             parallel_config.worker_cls = choose_worker(parallel_config.worker_cls, _WORKER)
@@ -170,8 +171,8 @@ class DiffusionCpuPlatform(CpuPlatform):
             raise ValueError("--enable-dbo needs a GPU; leave it out on the CPU.")
 
         vllm_config.profiler_config.torch_profiler_dump_cuda_time_total = False
-        # Workers are spawned unless the operator sets another way: what else this process has begun, threads
-        # and sockets, is not theirs to inherit.
+        # Workers are spawned unless the operator sets another way: what else this process has
+        # begun, threads and sockets, is not theirs to inherit.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         # vLLM's automatic binding wants a NUMA node for each rank and keeps one core idle.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

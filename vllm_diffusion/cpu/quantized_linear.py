@@ -10,8 +10,8 @@ their format and exact in bfloat16 too (E4M3 has 4 significant bits, E2M1 times 
 product of values is summed in float32 like on a GPU, and scales multiply its result.
 
 FP8 is E4M3 (largest 448). NVFP4 is E2M1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives), with an
-E4M3 scale for each group of 16 along the last dimension and one float32 *global scale* for the whole
-tensor, which divides: ``tensor = e2m1 * e4m3 / global_scale``.
+E4M3 scale for each group of 16 along the last dimension and one float32 *global scale* for the
+whole tensor, which divides: ``tensor = e2m1 * e4m3 / global_scale``.
 """
 
 from __future__ import annotations
@@ -151,7 +151,9 @@ class TorchFp8LinearKernel(FP8ScaledMMLinearKernel):
 
 
 class TorchFp8BlockLinearKernel(Fp8BlockScaledMMLinearKernel):
-    """FP8 weights with a scale for each block, and FP8 activations with one for each group of a token."""
+    """FP8 weights with a scale for each block, and FP8 activations with one for each group of a
+    token.
+    """
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:

@@ -20,7 +20,9 @@ _BYTES = torch.stack([_NIBBLES.repeat(16), _NIBBLES.repeat_interleave(16)], dim=
 
 
 def value_dtype(activations: torch.dtype) -> torch.dtype:
-    """Return the dtype of values: bfloat16 for a bfloat16 model, else float32 (float16 overflows)."""
+    """Return the dtype of values: bfloat16 for a bfloat16 model, else float32 (float16
+    overflows).
+    """
     return torch.bfloat16 if activations == torch.bfloat16 else torch.float32
 
 
@@ -49,7 +51,8 @@ def quantize_fp8_groups(x: Tensor, group_size: int) -> Tensor:
         group_size: Numbers of a group.
 
     Returns:
-        [..., n] in :func:`value_dtype`, scales multiplied in: several of them meet in a sum of products.
+        [..., n] in :func:`value_dtype`, scales multiplied in: several of them meet in a sum of
+        products.
     """
     size = x.shape[-1]
     padded = torch.nn.functional.pad(x, (0, -size % group_size))

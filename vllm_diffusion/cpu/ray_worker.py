@@ -1,7 +1,8 @@
 """vLLM's Ray executor on the CPU platform.
 
-Ray reserves a CPU for each worker, but hands out no CPU by number: it neither takes ``CPU`` among an
-actor's named resources nor lists it among an actor's accelerators, and vLLM's executor wants both.
+Ray reserves a CPU for each worker, but hands out no CPU by number: it neither takes ``CPU`` among
+an actor's named resources nor lists it among an actor's accelerators, and vLLM's executor wants
+both.
 """
 
 from __future__ import annotations

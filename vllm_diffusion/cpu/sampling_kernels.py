@@ -1,9 +1,10 @@
 """NumPy in place of the kernels that sample tokens: interpreted, they are most of a small step.
 
-As in :mod:`vllm_diffusion.cpu.kernels`, each function does what one launch of the kernel of the same name does, with the
-kernel's own noise: a seeded request reads the same. Numbers are added in the kernels' order, in blocks
-of as many, so that they round alike. Two kernels do not run interpreted at all: that of ``top_k`` and
-``top_p``, which vLLM's PyTorch function replaces, and the one that counts NaNs.
+As in :mod:`vllm_diffusion.cpu.kernels`, each function does what one launch of the kernel of the
+same name does, with the kernel's own noise: a seeded request reads the same. Numbers are added in
+the kernels' order, in blocks of as many, so that they round alike. Two kernels do not run
+interpreted at all: that of ``top_k`` and ``top_p``, which vLLM's PyTorch function replaces, and the
+one that counts NaNs.
 """
 
 # ruff: noqa: N803
@@ -25,8 +26,8 @@ _SAMPLE = "vllm.v1.worker.gpu.sample."
 Floats = NDArray[Any]
 Ints = NDArray[Any]
 
-# Logits that are looked at at a time for log-probabilities: vLLM has those of 1,024 tokens of a prompt, and what is
-# computed of them should not take as much again.
+# Logits that are looked at at a time for log-probabilities: vLLM has those of 1,024 tokens of a
+# prompt, and what is computed of them should not take as much again.
 _LOGITS_AT_A_TIME = 1 << 22
 
 # Keeps the noise of drafts apart from that of what verifies them.
@@ -75,7 +76,9 @@ def _gumbel(seeds: Ints, positions: Ints, num_tokens: int, use_fp64: bool) -> Fl
 
 
 def in_blocks(rows: Floats, block_size: int, fill: float) -> Floats:
-    """[num_rows, num_blocks, block_size]: ``rows`` [num_rows, num_tokens], the last block filled up."""
+    """[num_rows, num_blocks, block_size]: ``rows`` [num_rows, num_tokens], the last block filled
+    up.
+    """
     num_blocks = -(-rows.shape[-1] // block_size)
     blocks = np.full((len(rows), num_blocks * block_size), fill, rows.dtype)
     blocks[:, : rows.shape[-1]] = rows
@@ -125,7 +128,9 @@ def gumbel_sample(
     APPLY_TEMPERATURE: bool,
     USE_FP64: bool,
 ) -> None:
-    """Each block's likeliest token under Gumbel noise; the logits are kept where drafts are verified."""
+    """Each block's likeliest token under Gumbel noise; the logits are kept where drafts are
+    verified.
+    """
     requests = expanded_idx_mapping.long()
     valid = requests >= 0
     slots = requests.clamp(min=0)
@@ -206,7 +211,9 @@ def topk_topp(
 
 
 def _some_rows(logits: Tensor, vocab_size: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield as many rows of ``logits`` [num_rows, vocab_size] as may be looked at together, and which."""
+    """Yield as many rows of ``logits`` [num_rows, vocab_size] as may be looked at together, and
+    which.
+    """
     num_rows = max(1, _LOGITS_AT_A_TIME // vocab_size)
     for first in range(0, len(logits), num_rows):
         rows = slice(first, first + num_rows)
@@ -252,7 +259,8 @@ def prompt_logprobs_token_ids(
     for row, request in enumerate(idx_mapping.tolist()):
         first, end = starts[row], starts[row + 1]
         following = int(num_computed_tokens[request]) + 1
-        # Where a sequence is as long as a model's may be, nothing follows the last row, which nobody reads.
+        # Where a sequence is as long as a model's may be, nothing follows the last row, which
+        # nobody reads.
         tokens = all_token_ids[request, following : following + end - first]
         prompt_logprobs_token_ids[first:end] = 0
         prompt_logprobs_token_ids[first : first + len(tokens)] = tokens

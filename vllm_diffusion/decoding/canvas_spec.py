@@ -26,10 +26,11 @@ class CanvasSpec:
         settings: Default settings of the rule, by name.
         mask_token_id: Token of undecided positions, never drawn in a canvas; ``None`` for uniformly
             random tokens.
-        drafts: Description of the canvases of requests whose setting ``rule`` is not the first one, and
-            which are verified; ``None`` where no request chooses.
+        drafts: Description of the canvases of requests whose setting ``rule`` is not the first one,
+            and which are verified; ``None`` where no request chooses.
         ways: Names of the rules that requests choose from; of one rule where none chooses.
-        end_texts: Texts of tokens that end an answer, besides those of ``generation_config.json`` and of the tokenizer.
+        end_texts: Texts of tokens that end an answer, besides those of ``generation_config.json``
+            and of the tokenizer.
     """
 
     layout: CanvasLayout
@@ -48,18 +49,23 @@ class CanvasSpec:
 
     @property
     def marks_undecided(self) -> bool:
-        """True if a position without a token holds the mask, and every other one keeps what was drawn for it.
+        """True if a position without a token holds the mask, and every other one keeps what was
+        drawn for it.
 
         Otherwise it holds noise like any token, and each step writes all positions anew.
         """
         return self.mask_token_id is not None
 
     def num_given(self, num_known: int) -> int:
-        """Return how many leading positions of the canvas after ``num_known`` tokens are known too."""
+        """Return how many leading positions of the canvas after ``num_known`` tokens are known
+        too.
+        """
         return self.layout.num_given(num_known)
 
     def all_settings(self, own: Mapping[str, float | str]) -> dict[str, float | str]:
-        """Return the settings of a request: its own, and the server's for those that it leaves out."""
+        """Return the settings of a request: its own, and the server's for those that it leaves
+        out.
+        """
         return {**self.settings, **own}
 
     def way(self, own: Mapping[str, float | str]) -> int:
@@ -82,7 +88,9 @@ class CanvasSpec:
 
     @property
     def seeded_layout(self) -> CanvasLayout | None:
-        """Layout of canvases that begin with a token which the encoding pass draws; ``None`` if none do."""
+        """Layout of canvases that begin with a token which the encoding pass draws; ``None`` if
+        none do.
+        """
         layout = self.layout if self.drafts is None else self.drafts.layout
         return layout if layout.is_seeded else None
 
@@ -103,7 +111,9 @@ class CanvasSpec:
 
     @property
     def refused_arguments(self) -> Mapping[str, str]:
-        """The ``diffusion_*`` arguments that are not supported, without that prefix, each with the reason and the remedy."""
+        """The ``diffusion_*`` arguments that are not supported, without that prefix, each with the
+        reason and the remedy.
+        """
         refused = self.layout.refused_arguments
         if not self.marks_undecided or self.rule.revises:
             return refused

@@ -30,8 +30,9 @@ class EntropyBound(DecodingRule):
     """Accept positions from most to least certain while the entropy before each is in budget.
 
     A canvas is done when its argmax repeated for ``stability_threshold`` steps and the mean entropy
-    is below ``confidence_threshold``. The argmax canvas is emitted, not the noisy one. Fixed positions
-    are kept, and their entropies count nowhere: the model need not agree with them. The temperature falls from ``t_max`` towards ``t_min``; a request's own temperature multiplies it in
+    is below ``confidence_threshold``. The argmax canvas is emitted, not the noisy one. Fixed
+    positions are kept, and their entropies count nowhere: the model need not agree with them. The
+    temperature falls from ``t_max`` towards ``t_min``; a request's own temperature multiplies it in
     draws.
 
     Source: arXiv:2505.24857 (the bound) and ``EntropyBoundSampler`` and
@@ -96,7 +97,8 @@ class EntropyBound(DecodingRule):
     def decide(
         self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
     ) -> StepDecision:
-        # Fixed positions, and those beyond a narrow canvas, sort last and take nothing from the budget.
+        # Fixed positions, and those beyond a narrow canvas, sort last and take nothing from the
+        # budget.
         predicted = inputs.predicted
         entropy = torch.where(inputs.valid & ~inputs.fixed, predicted.entropy, torch.inf)
         ascending, order = torch.sort(entropy, dim=-1, stable=True)
@@ -123,14 +125,16 @@ class EntropyBound(DecodingRule):
 
 
 class DenoisedDraft(VerifiedRule, EntropyBound):
-    """Draft a canvas of noise after its first token, which is certain; the pass that commits it verifies it.
+    """Draft a canvas of noise after its first token, which is certain; the pass that commits it
+    verifies it.
 
-    After the last of ``draft_steps`` steps a draft is the likeliest token of every position; between
-    steps positions are kept as :class:`EntropyBound` keeps them. Then it is as in :class:`LinearSpec`: a
-    causal pass draws the token after each row, and the draft decides only how many come at once.
+    After the last of ``draft_steps`` steps a draft is the likeliest token of every position;
+    between steps positions are kept as :class:`EntropyBound` keeps them. Then it is as in
+    :class:`LinearSpec`: a causal pass draws the token after each row, and the draft decides only
+    how many come at once.
 
-    Source: arXiv:2608.00146, which has drafts of diffusion verified by the same weights. It gives no
-    loop: that the draft is greedy, begins in noise and takes a fixed number of steps is ours.
+    Source: arXiv:2608.00146, which has drafts of diffusion verified by the same weights. It gives
+    no loop: that the draft is greedy, begins in noise and takes a fixed number of steps is ours.
     """
 
     settings = {

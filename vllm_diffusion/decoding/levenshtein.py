@@ -18,26 +18,27 @@ class Levenshtein(RevealAndEdit):
     """Rule :class:`RevealAndEdit` with tokens that move the positions after them.
 
     - DELETE drops its position: the tokens after it move left, and masks fill up on the right.
-    - SPLIT becomes a mask and, after it, the token that stood there before the step; tokens that move
-      beyond the end are lost. DELETE and SPLIT act among the positions that are not fixed, and neither
-      is ever part of a result.
-    - A step reveals at least its share of the canvas's first masks over ``reveal_steps`` steps, and as
-      many more as edits have made. Later steps reveal all masks.
+    - SPLIT becomes a mask and, after it, the token that stood there before the step; tokens that
+      move beyond the end are lost. DELETE and SPLIT act among the positions that are not fixed, and
+      neither is ever part of a result.
+    - A step reveals at least its share of the canvas's first masks over ``reveal_steps`` steps, and
+      as many more as edits have made. Later steps reveal all masks.
     - Steps that find none of the first masks are post steps. The ``max_post_steps``-th is the final
       step, as is the last that the step cap allows: it reveals every mask, and writes the likeliest
-      token that neither deletes nor splits. With ``max_post_steps`` 0 the final step is the one that
-      reveals the last of the first masks.
-    - A step whose tokens, before they move anything, are those of an earlier step of this canvas, gives
-      the least confident position that it changes the likeliest other token, up to ``MAX_ESCAPES``
-      times; the leftmost of equals. Earlier steps are remembered by 64 bits of each.
+      token that neither deletes nor splits. With ``max_post_steps`` 0 the final step is the one
+      that reveals the last of the first masks.
+    - A step whose tokens, before they move anything, are those of an earlier step of this canvas,
+      gives the least confident position that it changes the likeliest other token, up to
+      ``MAX_ESCAPES`` times; the leftmost of equals. Earlier steps are remembered by 64 bits of
+      each.
     - The canvas is done with a step that leaves no mask and repeats the one before it, or with the
       final one.
 
     Masks are drawn at the request's temperature and judged by the model's own probability of the
     drawn token; rewritten positions take the likeliest token.
 
-    Source: the description of ``_joint_decode_block`` of inclusionAI/LLaDA2.2-flash in FLX-OSS/FluxServe
-    and ``decoders/levenshtein.py`` there, at 5dcf8a8.
+    Source: the description of ``_joint_decode_block`` of inclusionAI/LLaDA2.2-flash in
+    FLX-OSS/FluxServe and ``decoders/levenshtein.py`` there, at 5dcf8a8.
     """
 
     settings = {

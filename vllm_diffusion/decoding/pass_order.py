@@ -13,25 +13,26 @@ if TYPE_CHECKING:
 class PassOrder:
     """What the passes of a canvas do, which scheduler, model state and step read.
 
-    A canvas takes its denoise steps, one a pass. After the last one its tokens are *emitted*: they go to
-    the engine. Before another canvas can follow, its rows are *encoded*: they run as known tokens, which
-    writes their final keys and values. A pass of its own that does so and emits the canvas is its
-    *commit*.
+    A canvas takes its denoise steps, one a pass. After the last one its tokens are *emitted*: they
+    go to the engine. Before another canvas can follow, its rows are *encoded*: they run as known
+    tokens, which writes their final keys and values. A pass of its own that does so and emits the
+    canvas is its *commit*.
 
     Attributes:
-        commits: A canvas is emitted by a commit. Otherwise the step that converges emits it, and its tokens are
-            encoded like a prompt's. There is a commit in the asynchronous order, which schedules the
-            next pass before it is known whether a step converged, unless that pass runs the same rows
-            anyhow; where that pass verifies a draft; and where a last step may itself leave final keys
-            and values, and then takes the commit's place.
-        commit_encodes: The commit encodes the canvas. Without it, no row of a canvas runs as a known
-            token.
-        prompt_with_step: The end of a prompt and the first step of its canvas share a pass. Not where a
-            canvas begins with a token that the pass over the prompt draws, nor with back ends of vLLM's,
-            which have one flag for all rows of a sequence: causal or not.
-        encode_with_step: The encode of an emitted canvas and the first step of the next one share a pass, so
-            that a canvas of N steps takes N passes. Not where ``prompt_with_step`` cannot be, nor where
-            the canvas is known to have converged too late or may leave nothing to encode.
+        commits: A canvas is emitted by a commit. Otherwise the step that converges emits it, and
+            its tokens are encoded like a prompt's. There is a commit in the asynchronous order,
+            which schedules the next pass before it is known whether a step converged, unless that
+            pass runs the same rows anyhow; where that pass verifies a draft; and where a last step
+            may itself leave final keys and values, and then takes the commit's place.
+        commit_encodes: The commit encodes the canvas. Without it, no row of a canvas runs as a
+            known token.
+        prompt_with_step: The end of a prompt and the first step of its canvas share a pass. Not
+            where a canvas begins with a token that the pass over the prompt draws, nor with back
+            ends of vLLM's, which have one flag for all rows of a sequence: causal or not.
+        encode_with_step: The encode of an emitted canvas and the first step of the next one share a
+            pass, so that a canvas of N steps takes N passes. Not where ``prompt_with_step`` cannot
+            be, nor where the canvas is known to have converged too late or may leave nothing to
+            encode.
     """
 
     commits: bool

@@ -1,4 +1,6 @@
-"""Rules of masked models: reveal confident tokens and keep them, rewrite them, or have them verified."""
+"""Rules of masked models: reveal confident tokens and keep them, rewrite them, or have them
+verified.
+"""
 
 from __future__ import annotations
 
@@ -33,18 +35,19 @@ _USUAL_THRESHOLD = 0.9
 
 
 def even_share(steps_left: Tensor, max_steps: Tensor) -> Tensor:
-    """Return 1 - s / t of a step that begins at time t = n / N and ends at s = (n - 1) / N, [R], float64.
+    """Return 1 - s / t of a step that begins at time t = n / N and ends at s = (n - 1) / N, [R],
+    float64.
 
-    It is 1 / n, as BD3LM's float32 has it: there a product with it that would be a half may be rounded either
-    way. Quotients are taken in float64 and then rounded, which is the correctly rounded float32 quotient on
-    every device; a compiled division of float32 need not be.
+    It is 1 / n, as BD3LM's float32 has it: there a product with it that would be a half may be
+    rounded either way. Quotients are taken in float64 and then rounded, which is the correctly
+    rounded float32 quotient on every device; a compiled division of float32 need not be.
 
     Args:
         steps_left: [R], integer, n, from this step to the last one, at least 1.
         max_steps: [R], integer, N.
 
-    Source: ``reverse_mask_prob`` and ``LinearAlphaScheduler`` of ZHZisZZ/dllm at ca17675, ``alpha.py``, where the share
-    of masks at a time is 1 - (1 - time).
+    Source: ``reverse_mask_prob`` and ``LinearAlphaScheduler`` of ZHZisZZ/dllm at ca17675,
+    ``alpha.py``, where the share of masks at a time is 1 - (1 - time).
     """
 
     def masked_at(num_left: Tensor) -> Tensor:
@@ -58,11 +61,11 @@ class Reveal(DecodingRule):
     """Reveal masks by their certainty or from the left; a revealed token stays.
 
     A canvas of C positions has N steps, N the step cap: step s is to reveal at least n[s] masks,
-    which is C spread evenly over the steps, the larger numbers first; or, with ``spreads_masks``, the
-    masks that the canvas began with. A mask's probability is that of the token drawn there.
+    which is C spread evenly over the steps, the larger numbers first; or, with ``spreads_masks``,
+    the masks that the canvas began with. A mask's probability is that of the token drawn there.
 
-    - ``dynamic``: every mask whose probability is above ``reveal_threshold`` if these are n[s], else
-      the n[s] most probable.
+    - ``dynamic``: every mask whose probability is above ``reveal_threshold`` if these are n[s],
+      else the n[s] most probable.
     - ``static``: the n[s] most probable.
     - ``sequential``: the n[s] leftmost.
     - ``entropy``: the n[s] of least entropy.
@@ -73,8 +76,8 @@ class Reveal(DecodingRule):
     tokens. Among equals the leftmost comes first.
 
     Source: ``block_diffusion_generate`` of JetAstra/SDAR, ``generate.py`` at c2041a8; threshold and
-    at least one a step: Fast-dLLM, arXiv:2505.22618, section 3.3; the budget: arXiv:2505.24857, whose
-    gamma it is. Deviations of a family are stated in its start-up checks.
+    at least one a step: Fast-dLLM, arXiv:2505.22618, section 3.3; the budget: arXiv:2505.24857,
+    whose gamma it is. Deviations of a family are stated in its start-up checks.
     """
 
     settings = {
@@ -117,9 +120,9 @@ class Reveal(DecodingRule):
             judges_to_end: True if an end token with no mask before it ends the canvas.
             spreads_masks: True if a canvas's masks, without given positions, are spread over the
                 steps; false if its length is.
-            rounds_to_even: True if a step's part of masks that are spread is rounded, halves to even, after a
-                product with a share in float32: see :func:`even_share`; false if it is rounded up, so that
-                larger numbers come first.
+            rounds_to_even: True if a step's part of masks that are spread is rounded, halves to
+                even, after a product with a share in float32: see :func:`even_share`; false if it
+                is rounded up, so that larger numbers come first.
             sub_block_length: Positions of a sub-block; masks are revealed only in the first
                 sub-block that has any. ``None`` to reveal in the whole canvas.
         """
@@ -300,14 +303,15 @@ class RevealAndEdit(Reveal):
 class LinearSpec(VerifiedRule):
     """Draft a canvas after its first token, which is certain; the pass that commits it verifies it.
 
-    A draft is the likeliest token of every position, in one step. Then a causal pass over the canvas
-    draws, in each row, the token after it, as without any draft. Drafted tokens are kept up to the
-    first that differs from the drawn one, and the token drawn there begins the next canvas. So the
-    tokens are those of drawing one after another: the draft decides only how many come at once.
+    A draft is the likeliest token of every position, in one step. Then a causal pass over the
+    canvas draws, in each row, the token after it, as without any draft. Drafted tokens are kept up
+    to the first that differs from the drawn one, and the token drawn there begins the next canvas.
+    So the tokens are those of drawing one after another: the draft decides only how many come at
+    once.
 
-    Source: ``linear_spec_generate`` of nvidia/Nemotron-Labs-Diffusion with ``threshold=0``. It differs:
-    a draft is greedy at any temperature, and a first token that is the mask token stays, where that code
-    drafts over it and so leaves the law of drawing one after another.
+    Source: ``linear_spec_generate`` of nvidia/Nemotron-Labs-Diffusion with ``threshold=0``. It
+    differs: a draft is greedy at any temperature, and a first token that is the mask token stays,
+    where that code drafts over it and so leaves the law of drawing one after another.
     """
 
     settings = {}

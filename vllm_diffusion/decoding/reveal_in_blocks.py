@@ -18,8 +18,9 @@ _STRATEGIES = (*STRATEGIES, RANDOM)
 class RevealInBlocks(Reveal):
     """Rule :class:`Reveal` in the first ``block_length`` positions that are not known.
 
-    The positions after them stay masked, and are attended. When nothing in the block is masked it is
-    emitted, and the next one begins. Another strategy, ``random``, reveals n[s] masks that are drawn.
+    The positions after them stay masked, and are attended. When nothing in the block is masked it
+    is emitted, and the next one begins. Another strategy, ``random``, reveals n[s] masks that are
+    drawn.
 
     Source: ``generate`` of ML-GSAI/LLaDA, ``generate.py`` at b7e6c35.
     """
@@ -57,12 +58,12 @@ class RevealInBlocks(Reveal):
 class RevealEndsLast(RevealInBlocks):
     """Rule :class:`RevealInBlocks` with options that hold end tokens back.
 
-    With ``logits_eos_inf`` the end token is never drawn. With ``confidence_eos_eot_inf`` tokens are drawn as
-    without it, and confidences are probabilities without the end of the turn, at temperature 0 without the end
-    token too: such tokens are revealed last.
+    With ``logits_eos_inf`` the end token is never drawn. With ``confidence_eos_eot_inf`` tokens are
+    drawn as without it, and confidences are probabilities without the end of the turn, at
+    temperature 0 without the end token too: such tokens are revealed last.
 
-    Source: ``generate`` of ML-GSAI/LLaDA, ``generate.py`` at b7e6c35. That temperature 0 makes a difference is how
-    it acts there: noised and plain logits are then the same tensor.
+    Source: ``generate`` of ML-GSAI/LLaDA, ``generate.py`` at b7e6c35. That temperature 0 makes a
+    difference is how it acts there: noised and plain logits are then the same tensor.
     """
 
     settings = {
@@ -109,7 +110,8 @@ class RevealEndsLast(RevealInBlocks):
 
 
 class RevealWithThoughts(RevealInBlocks):
-    """Rule :class:`RevealInBlocks` of models whose thoughts are brought to an end as an answer grows.
+    """Rule :class:`RevealInBlocks` of models whose thoughts are brought to an end as an answer
+    grows.
 
     Source: ``var_generate`` of iLLaDA's ``generate.py``, as found in a public copy.
     """

@@ -5,8 +5,8 @@ memory of a canvas from step to step; and its step. The step is a pure function 
 per request slot. It runs inside a compiled function, so it has no branch on a tensor's value; rows
 of idle slots hold arbitrary values, and its result for them is ignored.
 
-A server sets settings under their names, a request with the prefix ``diffusion_``. Numbers are bounded
-by the dtype of the tensor that holds them on the device, int32 or float32.
+A server sets settings under their names, a request with the prefix ``diffusion_``. Numbers are
+bounded by the dtype of the tensor that holds them on the device, int32 or float32.
 
 R is the number of request slots, C the canvas length, N the server's step cap.
 """
@@ -118,7 +118,8 @@ class Choice:
         return self.words.index(str(value))
 
 
-# Setting of a request that names its way, where a server has several: a rule of diffusion, or one of these two.
+# Setting of a request that names its way, where a server has several: a rule of diffusion, or one
+# of these two.
 RULE, LINEAR_SPEC, AUTOREGRESSIVE = "rule", "linear_spec", "autoregressive"
 
 # Each step is a pass: a larger cap would only be a mistake.
@@ -132,19 +133,20 @@ class StepInputs(NamedTuple):
 
     Attributes:
         canvas: [R, C], int64, the tokens that the step started from.
-        predicted: Statistics of each position, [R, C], whose ``argmax`` at ``fixed`` positions is their token.
+        predicted: Statistics of each position, [R, C], whose ``argmax`` at ``fixed`` positions is
+            their token.
         previous_result: [R, C], int64, the result of the previous step; -1 on a canvas's first
             step.
         valid: [R, C], bool, positions that the request's canvas has.
-        fixed: [R, C], bool, positions whose token is given, by the prompt or the request: ``canvas`` has it,
-            and a result has it too.
+        fixed: [R, C], bool, positions whose token is given, by the prompt or the request:
+            ``canvas`` has it, and a result has it too.
         known: [R, C], bool, those of them that are tokens of the prompt.
         end_tokens: [R, E], int64, tokens that end the request, -1 where there are fewer; ``None``
             if a canvas is judged by all of its positions.
         step: [R], int32, steps of this canvas before this one.
         max_steps: [R], int32, the step cap.
-        uniform: [R, C], float32, a random number between 0 and 1 for each position; ``None`` unless the
-            rule draws positions.
+        uniform: [R, C], float32, a random number between 0 and 1 for each position; ``None`` unless
+            the rule draws positions.
         greedy: [R], bool, requests whose temperature is 0.
     """
 
@@ -167,8 +169,8 @@ class StepInputs(NamedTuple):
     def counted(self, tokens: Tensor, decided: Tensor | None = None) -> Tensor:
         """Return the positions by which a canvas is judged, [R, C], bool.
 
-        These are all valid positions, or those up to the first end token that is not the prompt's: the
-        rest is discarded.
+        These are all valid positions, or those up to the first end token that is not the prompt's:
+        the rest is discarded.
 
         Args:
             tokens: [R, C], int64, tokens of the canvas.
@@ -194,8 +196,8 @@ class StepDecision(NamedTuple):
         memory: New memory of the rule, by name, in the shapes of :class:`Memory`.
         has_final_kv: [R], bool, true if the keys and values that this pass wrote are those of
             ``result``; ``None`` if they never are.
-        num_final: [R], int32, leading positions that a canvas has emitted once it is done, given ones
-            among them; ``None`` for all.
+        num_final: [R], int32, leading positions that a canvas has emitted once it is done, given
+            ones among them; ``None`` for all.
     """
 
     keep: Tensor
@@ -235,7 +237,8 @@ def as_drawn(requested: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def in_budget(ascending: Tensor, budget: Tensor) -> Tensor:
-    """Return the longest prefix whose sum, less its largest number, is at most a budget, [R, C], bool.
+    """Return the longest prefix whose sum, less its largest number, is at most a budget, [R, C],
+    bool.
 
     Args:
         ascending: [R, C], float32, at least 0, sorted; infinite ones are in no budget.
@@ -245,7 +248,8 @@ def in_budget(ascending: Tensor, budget: Tensor) -> Tensor:
 
 
 def places(order: Tensor) -> Tensor:
-    """Return the place of each position in an order of them, [R, C], int64, the inverse of ``order``.
+    """Return the place of each position in an order of them, [R, C], int64, the inverse of
+    ``order``.
 
     Args:
         order: [R, C], int64, positions, the first one first.
@@ -260,7 +264,9 @@ def is_first(canvas: Tensor) -> Tensor:
 
 
 def keep_first_token(inputs: StepInputs) -> StepInputs:
-    """Return the inputs of a draft: what is drawn and likeliest at a canvas's first position is its token."""
+    """Return the inputs of a draft: what is drawn and likeliest at a canvas's first position is its
+    token.
+    """
     first = is_first(inputs.canvas)
     return inputs.with_predicted(
         candidate=torch.where(first, inputs.canvas, inputs.predicted.candidate),
@@ -289,7 +295,8 @@ class DecodingRule(ABC):
         ends_thoughts: True if the token that ends a thought may be made likelier.
         judges_to_end: True if a canvas is always judged by its positions up to its first end token,
             whatever the server's ``converge_at_end`` is.
-        revises: True if a token other than noise may be replaced in a canvas that begins with it, where noise is a mask.
+        revises: True if a token other than noise may be replaced in a canvas that begins with it,
+            where noise is a mask.
     """
 
     settings: Mapping[str, Setting | Choice]
@@ -310,7 +317,9 @@ class DecodingRule(ABC):
     revises: ClassVar[bool] = False
 
     def reads_margin(self, values: Mapping[str, float | str]) -> bool:
-        """Return true if the steps of a request with these settings need :attr:`StepInputs.margin`."""
+        """Return true if the steps of a request with these settings need
+        :attr:`StepInputs.margin`.
+        """
         return False
 
     def forbidden(self, values: Mapping[str, float | str]) -> tuple[int, ...]:
@@ -320,7 +329,9 @@ class DecodingRule(ABC):
     def contradiction(
         self, values: Mapping[str, float | str]
     ) -> tuple[tuple[str, ...], str] | None:
-        """Return the settings whose values do not go together, and the reason; ``None`` if all do."""
+        """Return the settings whose values do not go together, and the reason; ``None`` if all
+        do.
+        """
         return None
 
     def faster(
@@ -369,7 +380,9 @@ class DecodingRule(ABC):
 
 
 class VerifiedRule(DecodingRule):
-    """Base of rules whose canvases are drafts; verified tokens are drawn as in an autoregressive model."""
+    """Base of rules whose canvases are drafts; verified tokens are drawn as in an autoregressive
+    model.
+    """
 
     def temperatures(
         self,

@@ -17,17 +17,20 @@ class PositionStatistics(NamedTuple):
         candidate: int64, the token drawn at each position.
         entropy: float32, nats, at the temperature of judging: of all tokens, or where the rule
             ``judges_filtered`` of what the request's filters keep.
-        drawn_confidence: float32, probability of ``candidate`` in the distribution that it was drawn from.
-        confidence: float32, the probability of ``argmax``; ``None`` unless the rule looks at more choices than
-            that.
+        drawn_confidence: float32, probability of ``candidate`` in the distribution that it was
+            drawn from.
+        confidence: float32, the probability of ``argmax``; ``None`` unless the rule looks at more
+            choices than that.
         choices: [..., K], int64, the K likeliest tokens, the likeliest first, K being the rule's
-            ``num_choices``; a position with fewer possible ones repeats its last. ``None`` where that is 0.
-        margin: float32, the probability of the likeliest token less that of the next one, of what the request's
-            filters keep; ``None`` unless the rule ``judges_filtered``. Only those of requests for which it
-            ``reads_margin`` are computed.
-        named: [..., M], float32, probabilities of the rule's ``named_tokens``; ``None`` if there are none.
-        soft_embeds: [n, hidden_size], float32, of rows alone: token embeddings weighted by their probability,
-            for a model with self-conditioning.
+            ``num_choices``; a position with fewer possible ones repeats its last. ``None`` where
+            that is 0.
+        margin: float32, the probability of the likeliest token less that of the next one, of what
+            the request's filters keep; ``None`` unless the rule ``judges_filtered``. Only those of
+            requests for which it ``reads_margin`` are computed.
+        named: [..., M], float32, probabilities of the rule's ``named_tokens``; ``None`` if there
+            are none.
+        soft_embeds: [n, hidden_size], float32, of rows alone: token embeddings weighted by their
+            probability, for a model with self-conditioning.
     """
 
     argmax: Tensor

@@ -30,12 +30,12 @@ ORIGIN, MASKGIT_PLUS, TOPK_MARGIN, ENTROPY = ALGORITHMS = (
 class TimedReveal(DecodingRule):
     """Reveal masks as time runs from 1 to ``eps`` in N equal steps; a revealed token stays.
 
-    In the step from time t to s, M masks are left. ``maskgit_plus``, ``topk_margin`` and ``entropy`` reveal
-    M (1 - s / t) of them, rounded down: the most probable ones, those whose likeliest token is furthest above the
-    next, or those of least entropy; with ``alg_temp`` above 0 positions drawn without replacement from the
-    softmax of that confidence over it. ``origin`` reveals each with
-    probability 1 - s / t. The last step reveals all. A step whose number is 0 changes nothing and is left out,
-    so that no pass is run for it.
+    In the step from time t to s, M masks are left. ``maskgit_plus``, ``topk_margin`` and
+    ``entropy`` reveal M (1 - s / t) of them, rounded down: the most probable ones, those whose
+    likeliest token is furthest above the next, or those of least entropy; with ``alg_temp`` above 0
+    positions drawn without replacement from the softmax of that confidence over it. ``origin``
+    reveals each with probability 1 - s / t. The last step reveals all. A step whose number is 0
+    changes nothing and is left out, so that no pass is run for it.
 
     Source: ``_sample`` of ``generation_utils.py`` of Dream, as ZHZisZZ/dllm has it at ca17675.
     """

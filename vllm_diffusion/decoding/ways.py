@@ -15,8 +15,8 @@ from vllm_diffusion.decoding.rule import RULE, Choice, DecodingRule, StepDecisio
 class RuleOfRequest(DecodingRule):
     """Decide each slot's canvas by the rule that its request names.
 
-    ``autoregressive`` is a draft of one token, the certain one: no step denoises it, and its commit draws the
-    next token.
+    ``autoregressive`` is a draft of one token, the certain one: no step denoises it, and its commit
+    draws the next token.
     """
 
     def __init__(

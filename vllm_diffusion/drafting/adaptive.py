@@ -1,10 +1,11 @@
 """Choice of the number of drafted tokens for each step, from measured acceptance and step times.
 
 Drafting pays where a verification gives more tokens a second than a step without one. Both sides of
-that move: acceptance with the text, seconds with the number of requests and their length. So both are
-measured, by level (how many tokens are drafted) and by load, and the level is chosen whose tokens a
-second are the highest; another one must be better by :data:`MARGIN`. Without drafts nothing is learnt
-of acceptance, so from time to time a level is probed, for no more than :data:`PROBING` of all seconds.
+that move: acceptance with the text, seconds with the number of requests and their length. So both
+are measured, by level (how many tokens are drafted) and by load, and the level is chosen whose
+tokens a second are the highest; another one must be better by :data:`MARGIN`. Without drafts
+nothing is learnt of acceptance, so from time to time a level is probed, for no more than
+:data:`PROBING` of all seconds.
 """
 
 from __future__ import annotations
@@ -24,19 +25,22 @@ PROBING = 0.01
 SAVED_STEPS = 8
 # Verifying steps after which half of what was seen before has gone.
 HALF_LIFE = 8.0
-# Drafts of a request that weigh as much as what is believed before it has any; of the first ones, too.
+# Drafts of a request that weigh as much as what is believed before it has any; of the first ones,
+# too.
 BELIEF = 4.0
-# Steps at one level and load whose quickest is its cost: a start, a pause, and whatever else a machine
-# is busy with only make steps longer.
+# Steps at one level and load whose quickest is its cost: a start, a pause, and whatever else a
+# machine is busy with only make steps longer.
 NUM_COSTS = 5
-# Steps of a probe: the first one only drafts what the second one verifies, in addition to what it drafts.
+# Steps of a probe: the first one only drafts what the second one verifies, in addition to what it
+# drafts.
 PROBE_STEPS = 2
 # Steps at each of the two levels that are measured first: one more than of a probe.
 FIRST_STEPS = PROBE_STEPS + 1
 
 
 class Acceptance:
-    """Acceptance rates of drafted tokens whose predecessors were accepted, per request and over all.
+    """Acceptance rates of drafted tokens whose predecessors were accepted, per request and over
+    all.
 
     Traffic changes with its requests: the draft may know the text of one and not that of the next.
     So a request is taken to be like all others until its own drafts tell, and the rejected drafts
@@ -48,8 +52,8 @@ class Acceptance:
 
     def __init__(self, num_positions: int) -> None:
         self._positions = np.arange(num_positions)
-        # [accepted or tested, position]. One token of two, until more is known: what the longest draft is
-        # tried on, and a few drafts of bad luck do not end.
+        # [accepted or tested, position]. One token of two, until more is known: what the longest
+        # draft is tried on, and a few drafts of bad luck do not end.
         self._of_all = np.stack(
             [np.full(num_positions, 0.5 * BELIEF), np.full(num_positions, BELIEF)]
         )
@@ -73,7 +77,8 @@ class Acceptance:
             self._of_request[request] = kept * before + of_request
 
     def tokens(self, requests: Sequence[str]) -> list[float]:
-        """Return the expected tokens of a verification for each number of drafted tokens, from 0 on.
+        """Return the expected tokens of a verification for each number of drafted tokens, from 0
+        on.
 
         Both the accepted drafts and the target's own token count.
 
@@ -88,7 +93,8 @@ class Acceptance:
         rates = self._rates()
         unknown = np.zeros_like(self._of_all)
         counts = np.stack([self._of_request.get(request, unknown) for request in requests or [""]])
-        # A request's position that was seldom reached is to the one before it as it is with all requests.
+        # A request's position that was seldom reached is to the one before it as it is with all
+        # requests.
         reached = np.ones(len(counts))
         rate, of_all = reached, 1.0
         expected = [1.0]

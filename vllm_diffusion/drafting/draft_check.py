@@ -59,7 +59,8 @@ def _looking_at_drafts(
 
 
 def check_draft(vllm_config: VllmConfig) -> None:
-    """Refuse a draft that does not fit; choose our class for it if the operator sets anything about it.
+    """Refuse a draft that does not fit; choose our class for it if the operator sets anything about
+    it.
 
     Raises:
         ValueError: Naming the setting or the field, what it is, and the remedy.
@@ -213,10 +214,12 @@ def check_pair(
     by_stock: bool = False,
     window: int | None = None,
 ) -> None:
-    """Check that the configurations of draft and target describe a pair; warn of a block that is too long.
+    """Check that the configurations of draft and target describe a pair; warn of a block that is
+    too long.
 
     Args:
-        draft: Configuration of the draft; its ``mask_token_id`` is set if it has only the token's text.
+        draft: Configuration of the draft; its ``mask_token_id`` is set if it has only the token's
+            text.
         model: Name or path of the draft.
         spec: Configuration of the drafting server, with the target.
         by_stock: True if vLLM's own class serves the draft, as in :func:`check_fit`.
@@ -241,7 +244,9 @@ def check_pair(
 
 
 def _warn_of_block(draft: Any, where: str, num_drafts: int) -> None:
-    """Warn of more tokens than a block has; trainers write its length at two places, and the shorter one counts."""
+    """Warn of more tokens than a block has; trainers write its length at two places, and the
+    shorter one counts.
+    """
     fields = getattr(draft, "dflash_config", None)
     nested = fields.get("block_size") if isinstance(fields, Mapping) else None
     lengths = [n for n in (getattr(draft, "block_size", None), nested) if isinstance(n, int) and n]

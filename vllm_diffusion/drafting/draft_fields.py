@@ -1,7 +1,9 @@
-"""Fields of a draft's ``config.json`` that vLLM reads while it loads or runs a draft, and their types.
+"""Fields of a draft's ``config.json`` that vLLM reads while it loads or runs a draft, and their
+types.
 
-vLLM reads them without a check, in the worker: a value of another type ends the engine there, some at the
-first request, or is read as true. Shapes of layers are not here: files that do not have them are not loaded.
+vLLM reads them without a check, in the worker: a value of another type ends the engine there, some
+at the first request, or is read as true. Shapes of layers are not here: files that do not have them
+are not loaded.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ _NESTED: dict[str, tuple[Any, str]] = {
     ),
 }
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-# Places of the target's layers, in the order in which vLLM looks: section, field, and the number of the
-# target's first layer as the field counts.
+# Places of the target's layers, in the order in which vLLM looks: section, field, and the number of
+# the target's first layer as the field counts.
 _LAYER_FIELDS: tuple[tuple[str, str, int], ...] = (
     ("", "eagle_aux_hidden_state_layer_ids", 1),
     ("dflash_config", "target_layer_ids", 0),
@@ -56,8 +58,8 @@ _LAYER_FIELDS: tuple[tuple[str, str, int], ...] = (
 )
 # Other names of the mask token, in the order in which vLLM looks.
 _MASK_FIELDS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
-# Architectures that NeMo AutoModel saves, by vLLM's names for them and the modules of vLLM that serve them. vLLM
-# puts "DFlash" before an architecture that does not begin with it.
+# Architectures that NeMo AutoModel saves, by vLLM's names for them and the modules of vLLM that
+# serve them. vLLM puts "DFlash" before an architecture that does not begin with it.
 NEMO_ARCHITECTURES = {
     "Qwen3DFlashDraftModel": ("DFlashDraftModel", "qwen3_dflash:DFlashQwen3ForCausalLM"),
     "Qwen3DFlash2DraftModel": ("DFlash2DraftModel", "qwen3_dflash2:DFlash2Qwen3ForCausalLM"),
@@ -67,8 +69,8 @@ NEMO_ARCHITECTURES = {
 def name_as_vllm(draft: Any) -> str | None:
     """Give a draft that NeMo saved the architecture and the causality by which vLLM serves it.
 
-    NeMo writes ``is_causal`` for all of its drafts, and ``dflash_config.causal`` over it for causal ones (JetSpec);
-    vLLM takes the first.
+    NeMo writes ``is_causal`` for all of its drafts, and ``dflash_config.causal`` over it for causal
+    ones (JetSpec); vLLM takes the first.
 
     Args:
         draft: Content of the draft's ``config.json``, as attributes, changed in place.
@@ -97,7 +99,9 @@ def mask_token_of(draft: Any) -> Any:
 
 
 def reads_target_states(draft: Any) -> bool:
-    """Return true if the draft has the layer that combines hidden states of several of the target's layers."""
+    """Return true if the draft has the layer that combines hidden states of several of the target's
+    layers.
+    """
     default = getattr(draft, "use_aux_hidden_state", True)
     return bool(dflash_fields(draft).get("use_aux_hidden_state", default))
 
@@ -116,9 +120,9 @@ def stock_target_layers(draft: Any) -> tuple[str, Any, int]:
     """Return the field that vLLM reads the target's layers from.
 
     Returns:
-        Name, value, and the number of the target's first layer as the field counts; where that is 1, 0 is
-        the embedding. Without a field, vLLM reads layers of its own choice, which no draft of DFlash was
-        trained with.
+        Name, value, and the number of the target's first layer as the field counts; where that is
+        1, 0 is the embedding. Without a field, vLLM reads layers of its own choice, which no draft
+        of DFlash was trained with.
     """
     for section, name, first in _LAYER_FIELDS:
         holder = getattr(draft, section, None) if section else draft

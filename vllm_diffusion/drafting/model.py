@@ -43,8 +43,8 @@ class DFlashMaskedDraftModel(DFlashQwen3ForCausalLM):
         """Compute the hidden rows of blocks.
 
         Args:
-            input_ids: [num_tokens], int32: an anchor and its masks, block after block. Rows after the
-                last whole block are padding.
+            input_ids: [num_tokens], int32: an anchor and its masks, block after block. Rows after
+                the last whole block are padding.
             positions: [num_tokens], int64.
             inputs_embeds: Always ``None`` for DFlash.
 

@@ -1,9 +1,9 @@
 """Names in the quantisation of a draft: those of its files, as the modules that vLLM makes of them.
 
-A draft's files name its modules ``fc`` and ``layers.0.mlp.down_proj``. vLLM makes ``model.fc`` of the one, and counts
-layers from the target's last: ``model.layers.36.mlp.down_proj``. It compares the entries of a list of what is
-not quantised with its own names, so that a module of the list would be read as quantised: the draft loads,
-and nothing that it proposes is accepted.
+A draft's files name its modules ``fc`` and ``layers.0.mlp.down_proj``. vLLM makes ``model.fc`` of
+the one, and counts layers from the target's last: ``model.layers.36.mlp.down_proj``. It compares
+the entries of a list of what is not quantised with its own names, so that a module of the list
+would be read as quantised: the draft loads, and nothing that it proposes is accepted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ _LISTS = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules
 
 
 def install() -> None:
-    """Rename the modules in a draft's quantisation before its layers are made. Safe to call twice."""
+    """Rename the modules in a draft's quantisation before its layers are made. Safe to call
+    twice.
+    """
     _naming_as_vllm.install()
 
 
@@ -101,17 +103,22 @@ def rename_modules(
 def _renamed(
     entries: Iterable[Any], names: dict[str, str], alias: Callable[[str], str | None]
 ) -> Iterable[Any]:
-    """Yield vLLM's names of the modules that each entry matches, and the entry itself where it still means them."""
+    """Yield vLLM's names of the modules that each entry matches, and the entry itself where it
+    still means them.
+    """
     for entry in entries:
         matched = [ours for name, ours in names.items() if _matches(entry, name, alias)]
         yield from matched
-        # A pattern without a layer's number means the same of vLLM's names, and of modules not listed here.
+        # A pattern without a layer's number means the same of vLLM's names, and of modules not
+        # listed here.
         if not matched or (entry.startswith("re:") and not re.search(r"\d", entry)):
             yield entry
 
 
 def _matches(entry: Any, name: str, alias: Callable[[str], str | None]) -> bool:
-    """Return true if an entry is a module's name, the name of what contains it, or a pattern of it."""
+    """Return true if an entry is a module's name, the name of what contains it, or a pattern of
+    it.
+    """
     if not isinstance(entry, str):
         return False
     if entry.startswith("re:"):

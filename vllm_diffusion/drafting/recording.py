@@ -5,7 +5,8 @@ prompt and the target's answer. Each engine writes files of its own in turn, and
 are deleted when all of them would exceed their limit. The files are this ring's only state, so that
 it outlives its server and may be cleared while it is written.
 
-Sampled or greedy, drafted or not: the answers are the target's own, and a replay gives its hidden states.
+Sampled or greedy, drafted or not: the answers are the target's own, and a replay gives its hidden
+states.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ class Exchange:
 
     @property
     def is_held_out(self) -> bool:
-        """True if drafts are compared on it and never trained on it; the prompt alone decides this."""
+        """True if drafts are compared on it and never trained on it; the prompt alone decides
+        this.
+        """
         prompt = self.prompt_token_ids or self.output_token_ids
         return zlib.crc32(prompt.tobytes()) % _HELD_OUT_EVERY == 0
 
@@ -205,8 +208,8 @@ class Ring:
             A file descriptor; closing it releases the lock.
 
         Raises:
-            ValueError: Naming the folder and the remedy, if it cannot be written, belongs to another user
-                or others may see into it, or another server writes there.
+            ValueError: Naming the folder and the remedy, if it cannot be written, belongs to
+                another user or others may see into it, or another server writes there.
         """
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)

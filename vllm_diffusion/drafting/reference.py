@@ -117,8 +117,8 @@ def verify(
     """Accept as many proposals as the target's distribution allows, and draw the token after them.
 
     The accepted tokens have the target's distribution if each proposal was drawn from its row of
-    ``draft_probs``, which must not depend on draws at later positions. A row with all of its mass on
-    the proposal is always allowed.
+    ``draft_probs``, which must not depend on draws at later positions. A row with all of its mass
+    on the proposal is always allowed.
 
     Args:
         target_probs: Probabilities of the target, [num_proposals + 1, vocab_size], float64.
@@ -196,7 +196,8 @@ def spec_generate(
     order: str = CONFIDENCE,
     generator: torch.Generator | None = None,
 ) -> Generated:
-    """Generate an answer of the target, several tokens per pass, with the target's own distribution.
+    """Generate an answer of the target, several tokens per pass, with the target's own
+    distribution.
 
     Args:
         target: An autoregressive model of ``transformers`` with attention in every layer.
@@ -211,7 +212,8 @@ def spec_generate(
         order: Order in which masks are revealed.
         generator: Generator of the draws, on the target's device.
     """
-    # Without the configuration no layer forgets what is before a window, so that all can be cropped.
+    # Without the configuration no layer forgets what is before a window, so that all can be
+    # cropped.
     cache = DynamicCache()
     context = Context(draft)
 

@@ -138,7 +138,8 @@ def draft_config(
         head_dim=getattr(target, "head_dim", None) or target.hidden_size // heads,
         max_position_embeddings=target.max_position_embeddings,
         rms_norm_eps=target.rms_norm_eps,
-        # A target whose layers rotate differently has a dictionary for each kind; a draft's are alike.
+        # A target whose layers rotate differently has a dictionary for each kind; a draft's are
+        # alike.
         rope_parameters=rope if "rope_type" in rope else next(iter(rope.values())),
         layer_types=["full_attention"] * num_layers,
         tie_word_embeddings=False,
@@ -361,7 +362,8 @@ def load_draft(folder: str | Path) -> ReferenceDraft:
 def save_draft(
     draft: ReferenceDraft, folder: str | Path, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Write ``config.json`` and ``model.safetensors`` as vLLM, SGLang and z-lab's own code load them.
+    """Write ``config.json`` and ``model.safetensors`` as vLLM, SGLang and z-lab's own code load
+    them.
 
     Args:
         draft: Draft to save, on any device.

@@ -84,7 +84,8 @@ def revealed(order: str, masked: Tensor, confidence: Tensor, count: int) -> Tens
     """Choose the masks that a pass reveals, ``count`` of each request, which has at least as many.
 
     Args:
-        order: One of :data:`ORDERS`: the most confident, the leftmost of equals first; or the leftmost.
+        order: One of :data:`ORDERS`: the most confident, the leftmost of equals first; or the
+            leftmost.
         masked: [num_reqs, num_positions], bool, the masks.
         confidence: [num_reqs, num_positions], float32, probabilities.
         count: Number of masks to reveal in each request.

@@ -30,7 +30,9 @@ def _family(
     config: str | None = None,
     model: str | None = None,
 ) -> Family:
-    """Make a row from a folder here, the names in its ``startup.py``, and its model's where it differs."""
+    """Make a row from a folder here, the names in its ``startup.py``, and its model's where it
+    differs.
+    """
     at = f"vllm_diffusion.families.{folder}."
     return Family(
         architecture,

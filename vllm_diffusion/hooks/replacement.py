@@ -1,7 +1,7 @@
 """The one way in which this package puts something in the place of a function or name of vLLM's.
 
-Each replacement stands next to the code that needs it, with its reason and with what vLLM would have to
-offer so that it can go. ``tests/support/vllm_symbols.py`` finds them by the decorators.
+Each replacement stands next to the code that needs it, with its reason and with what vLLM would
+have to offer so that it can go. ``tests/support/vllm_symbols.py`` finds them by the decorators.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 _MARK = "_stands_in_for_vllm"
-# By target, what was put there, and what was there before. Values that are no functions have no room
-# for the mark.
+# By target, what was put there, and what was there before. Values that are no functions have no
+# room for the mark.
 _placed: dict[str, Any] = {}
 _stock: dict[str, Any] = {}
 
@@ -25,8 +25,8 @@ class Replacement:
     """Replacement of one or more names of vLLM's, once it is installed.
 
     Attributes:
-        make: Given vLLM's function or value, and what :meth:`install` is given, returns ours. Ours must
-            leave models that are not ours to vLLM's.
+        make: Given vLLM's function or value, and what :meth:`install` is given, returns ours. Ours
+            must leave models that are not ours to vLLM's.
         targets: ``module:attribute.path`` of each name.
         reason: Why, in one sentence.
         until: What of vLLM would end the replacement, in one sentence.
@@ -91,7 +91,8 @@ def replaces_call(
 ) -> Callable[[Callable[..., Any]], Replacement]:
     """Make a replacement of a function that is called in the place of vLLM's.
 
-    Its arguments are vLLM's function, what :meth:`Replacement.install` is given, and those of the call.
+    Its arguments are vLLM's function, what :meth:`Replacement.install` is given, and those of the
+    call.
 
     Args:
         targets: As in :func:`replaces`, likewise the others.

@@ -1,8 +1,8 @@
 """Compares what this package relies on of vLLM with the vLLM that is installed.
 
 The only place that asks which engine version is running. What is relied on is in
-``upstream_signatures.json``, which ``python -m tests.support.vllm_symbols`` writes in a clone, from a scan of
-this package's source; here it is only read.
+``upstream_signatures.json``, which ``python -m tests.support.vllm_symbols`` writes in a clone, from
+a scan of this package's source; here it is only read.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def signature_of(path: str) -> str:
         package = (error.name or "").partition(".")[0]
         return MISSING if package in ("", "vllm") else _NEEDS + package
     except NameError as error:
-        # vLLM's executor of Ray names classes of Ray in annotations, also where Ray is not installed.
+        # vLLM's executor of Ray names classes of Ray in annotations, also where Ray is not
+        # installed.
         return f"{_NEEDS}{error.name}"
     except (ImportError, AttributeError):
         return MISSING
@@ -111,14 +112,18 @@ def signature_of(path: str) -> str:
 
 
 def _is_inherited(owner: Any, name: str) -> bool:
-    """True if a class of vLLM's has an attribute from a class that is not vLLM's, such as torch's."""
+    """True if a class of vLLM's has an attribute from a class that is not vLLM's, such as
+    torch's.
+    """
     bases = owner.__mro__ if isinstance(owner, type) else ()
     defining = next((base for base in bases if name in vars(base)), None)
     return defining is not None and defining.__module__.partition(".")[0] != "vllm"
 
 
 def has_field(cls: Any, name: str) -> bool:
-    """Return true if a class declares a field or one of its methods uses it; ``False`` of what is no class."""
+    """Return true if a class declares a field or one of its methods uses it; ``False`` of what is
+    no class.
+    """
     return isinstance(cls, type) and any(
         name in vars(base).get("__annotations__", ())
         or any(
@@ -137,14 +142,16 @@ def _described(value: Any) -> str:
         # Its signature is that of a class of Python, which has one since 3.13.
         return "NewType"
     if not callable(value):
-        # Its type is left out: it follows the environment (vllm.envs) and the platform (current_platform).
+        # Its type is left out: it follows the environment (vllm.envs) and the platform
+        # (current_platform).
         return "data"
     # A Triton kernel, or what a platform has put in its place.
     names = getattr(value, "arg_names", None)
     if names is not None:
         return f"kernel({', '.join(names)})"
     try:
-        # Default values that are objects print their address. Python 3.13 has its paths in another module.
+        # Default values that are objects print their address. Python 3.13 has its paths in another
+        # module.
         text = str(inspect.signature(value)).replace("pathlib._local.", "pathlib.")
         return re.sub(r" at 0x[0-9a-f]+", "", text)
     except (TypeError, ValueError):

@@ -37,7 +37,8 @@ def install() -> None:
 class ReportedAnswer:
     """Reports of one answer, which all of vLLM's outputs of the answer share.
 
-    vLLM merges outputs that wait for their reader into the first of them, so that each one leads here.
+    vLLM merges outputs that wait for their reader into the first of them, so that each one leads
+    here.
 
     Attributes:
         steps: The step of each emitted token.
@@ -154,7 +155,9 @@ class ReportedState(RequestState):
 
 
 class ReportingProcessor(OutputProcessor):
-    """vLLM's processor of the engine's outputs, which takes frames, step maps and counters out of them."""
+    """vLLM's processor of the engine's outputs, which takes frames, step maps and counters out of
+    them.
+    """
 
     def process_outputs(self, engine_core_outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
         of_vllm = []

@@ -1,4 +1,6 @@
-"""Frames of a canvas, with the text that its tokens would add to the answer, and how a chat's parsers read it."""
+"""Frames of a canvas, with the text that its tokens would add to the answer, and how a chat's
+parsers read it.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ class CanvasFrame:
     entropy: tuple[float, ...] | None = None
 
     def event_fields(self) -> dict[str, Any]:
-        """Return what a chunk of a stream holds in addition to its empty choice; ``None`` is left out there."""
+        """Return what a chunk of a stream holds in addition to its empty choice; ``None`` is left
+        out there.
+        """
         return {
             "type": "diffusion_frame",
             "block": self.block,
@@ -95,7 +99,8 @@ class CanvasStepMap:
         index: Place of the answer among the ``n`` of its prompt.
         prompt_index: Place of the prompt among the prompts of the call.
         block: Canvases of the answer before this one.
-        steps: The step of each of its tokens, from 1 on; 0 for one that was known before the first step.
+        steps: The step of each of its tokens, from 1 on; 0 for one that was known before the first
+            step.
     """
 
     index: int
@@ -196,8 +201,8 @@ def _text_of(detokenizer: Any) -> str:
 class ParsedAnswers:
     """Follows the answers of one chat with vLLM's parsers, as the stream of its deltas does.
 
-    Parsing goes on from a copy of an answer's parser for each frame, so that the last frame of a canvas
-    shows what its delta brings.
+    Parsing goes on from a copy of an answer's parser for each frame, so that the last frame of a
+    canvas shows what its delta brings.
     """
 
     def __init__(self, serving: Any, request: Any, tokenizer: Any, template_kwargs: Any) -> None:
@@ -274,8 +279,8 @@ class ParsedAnswers:
         try:
             delta = answer.step(*chunk).delta
         except Exception:
-            # Parsers are many, and of others. An unfinished canvas is no text that one was made for,
-            # and what one makes of the answer is vLLM's to report.
+            # Parsers are many, and of others. An unfinished canvas is no text that one was made
+            # for, and what one makes of the answer is vLLM's to report.
             logger.debug("A parser failed on a canvas.", exc_info=True)
             return {}
         return {} if delta is None else delta.model_dump(exclude_unset=True, exclude_none=True)

@@ -1,9 +1,9 @@
 """Endpoints of vLLM's OpenAI server with the classes that diffusion models need.
 
-vLLM's server keeps one object for each endpoint. Before the server answers its first request, each of
-them is given a subclass of ours, which checks more and sends more. A frame is a chunk of the stream
-whose delta is empty, which clients skip, with what is shown next to it. Emitted text stays in ordinary deltas.
-:class:`CheckedModels` refuses an adapter that would end the engine.
+vLLM's server keeps one object for each endpoint. Before the server answers its first request, each
+of them is given a subclass of ours, which checks more and sends more. A frame is a chunk of the
+stream whose delta is empty, which clients skip, with what is shown next to it. Emitted text stays
+in ordinary deltas. :class:`CheckedModels` refuses an adapter that would end the engine.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class _ParametersFirst(OpenAIServingChat):
 
 
 class ChatWithFrames(_ParametersFirst):
-    """``/v1/chat/completions``: frames in its streams, step maps and traces in its whole answers."""
+    """``/v1/chat/completions``: frames in its streams, step maps and traces in its whole
+    answers.
+    """
 
     async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
         _read_diffusing(request, self.model_config)
@@ -222,7 +224,9 @@ class ResponsesWithoutFrames(OpenAIServingResponses):
 
 
 class RenderingFrames(ServingRender):
-    """Endpoints that make engine inputs of chats and completions; they read ``diffusing`` as well."""
+    """Endpoints that make engine inputs of chats and completions; they read ``diffusing`` as
+    well.
+    """
 
     async def render_chat_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         _read_diffusing(request, self.model_config)
@@ -344,7 +348,9 @@ async def _noting(outputs: AsyncIterator[Any], last: list[Any]) -> AsyncGenerato
 
 
 def _add_step_maps(response: Any, completions: list[Any]) -> None:
-    """Add to each choice which steps decided its tokens, and from what, where that was requested."""
+    """Add to each choice which steps decided its tokens, and from what, where that was
+    requested.
+    """
     for choice, completion in zip(getattr(response, "choices", ()), completions, strict=False):
         if hasattr(completion, STEP_MAP):
             setattr(choice, STEP_MAP, list(getattr(completion, STEP_MAP)))
@@ -355,7 +361,9 @@ def _add_step_maps(response: Any, completions: list[Any]) -> None:
 def _with_predicted(
     details: CompletionTokenUsageInfo | None, completions: Iterable[Any]
 ) -> CompletionTokenUsageInfo:
-    """Return the details of an answer's usage with the tokens of its prediction, for which vLLM has no fields."""
+    """Return the details of an answer's usage with the tokens of its prediction, for which vLLM has
+    no fields.
+    """
     followed = [getattr(completion, ANSWER).followed for completion in completions]
     details = details or CompletionTokenUsageInfo()
     details.accepted_prediction_tokens = sum(text.accepted for text in followed if text)
@@ -364,7 +372,9 @@ def _with_predicted(
 
 
 def _with_predicted_usage(stream: _Stream) -> _Stream:
-    """Add the tokens of a prediction to the last event of a stream of vLLM's, if that has the usage."""
+    """Add the tokens of a prediction to the last event of a stream of vLLM's, if that has the
+    usage.
+    """
 
     async def events(outputs: AsyncIterator[Any]) -> AsyncGenerator[str, None]:
         completions: dict[int, Any] = {}
@@ -392,10 +402,11 @@ async def _with_events(
     result_generator: AsyncGenerator[Any, None],
     chunks: _Chunks,
 ) -> AsyncGenerator[str, None]:
-    """Yield the server-sent events that vLLM makes of outputs, with those of frames in their places.
+    """Yield the server-sent events that vLLM makes of outputs, with those of frames in their
+    places.
 
-    vLLM asks for an output when it has sent all that it made of the one before. What lies between two
-    outputs is therefore sent while vLLM waits for the second.
+    vLLM asks for an output when it has sent all that it made of the one before. What lies between
+    two outputs is therefore sent while vLLM waits for the second.
 
     Args:
         stream: Makes vLLM's events of outputs.
@@ -505,7 +516,9 @@ async def _serving_canvases(stock: Any, engine_client: Any, state: Any, args: An
 
 
 def _stream_whole_answers(served: Any) -> None:
-    """Give an object of the server parsers whose streams equal whole answers, if its model answers in canvases."""
+    """Give an object of the server parsers whose streams equal whole answers, if its model answers
+    in canvases.
+    """
     if spec_of(served.model_config) is None:
         return
     # Under one name for chats, under the other for responses.

@@ -1,13 +1,14 @@
 """Parsers of streams that say what a whole answer says, whatever a delta holds.
 
-A delta of a diffusion model is a canvas, which may hold the end of a thought, text, a call, text after the call
-and a thought that reopens. vLLM's parsers read streams of few tokens at a time: once a thought has ended
-they no longer look for another, and where a canvas holds several marks they lose text. They read a whole
-answer in two passes, thoughts first and then calls in the text that remains. Here a stream takes the same
-two passes, delta after delta, and its last delta brings what the whole answer has beyond what was sent.
+A delta of a diffusion model is a canvas, which may hold the end of a thought, text, a call, text
+after the call and a thought that reopens. vLLM's parsers read streams of few tokens at a time: once
+a thought has ended they no longer look for another, and where a canvas holds several marks they
+lose text. They read a whole answer in two passes, thoughts first and then calls in the text that
+remains. Here a stream takes the same two passes, delta after delta, and its last delta brings what
+the whole answer has beyond what was sent.
 
-Text that the whole answer may drop waits: blanks until something follows them, and everything after a call
-until the end, since most of vLLM's parsers drop it from whole answers.
+Text that the whole answer may drop waits: blanks until something follows them, and everything after
+a call until the end, since most of vLLM's parsers drop it from whole answers.
 """
 
 from __future__ import annotations
@@ -122,7 +123,9 @@ class _Following:
         return DeltaMessage(**kept) if kept else None
 
     def count_reasoning_tokens(self, token_ids: Any) -> int:
-        """Count the tokens of thoughts among all tokens so far, of which a stream reads each once."""
+        """Count the tokens of thoughts among all tokens so far, of which a stream reads each
+        once.
+        """
         if not (self._in_passes and self._texts and self._reasoning_parser is not None):
             return super().count_reasoning_tokens(token_ids)  # type: ignore[misc]
         if self._counter is None:
@@ -250,7 +253,9 @@ class _Following:
 
 
 def _delta_of(engine: Any, events: list[Any]) -> Any:
-    """Make the delta of a parser's events, thoughts and text apart: vLLM drops text beside the begin of a thought."""
+    """Make the delta of a parser's events, thoughts and text apart: vLLM drops text beside the
+    begin of a thought.
+    """
     texts: dict[str, str] = {}
     for _, group in groupby(events, key=lambda event: event.type == EventType.REASONING_CHUNK):
         delta = engine._events_to_delta(list(group)) or DeltaMessage()

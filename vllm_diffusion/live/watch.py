@@ -1,4 +1,5 @@
-"""Frames for users of ``vllm.LLM`` and of ``AsyncLLM``, and the queue in which they wait for their reader.
+"""Frames for users of ``vllm.LLM`` and of ``AsyncLLM``, and the queue in which they wait for their
+reader.
 
 An inbox is opened around the call that adds a request to vLLM's output processor, which finds it in
 the context of that call: no name that a client chooses leads from one request to another's frames.
@@ -73,11 +74,12 @@ class Inbox:
 
 
 class OrderedQueue:
-    """Takes the place of vLLM's collector where its output processor puts a watched request's outputs.
+    """Takes the place of vLLM's collector where its output processor puts a watched request's
+    outputs.
 
-    The collector merges outputs that its reader has not taken yet, so that nobody could say which of
-    their tokens came before a frame. Here the outputs wait in the inbox, and the collector receives
-    empty ones, which wake the reader and may be merged.
+    The collector merges outputs that its reader has not taken yet, so that nobody could say which
+    of their tokens came before a frame. Here the outputs wait in the inbox, and the collector
+    receives empty ones, which wake the reader and may be merged.
     """
 
     def __init__(self, collector: Any, inbox: Inbox) -> None:
@@ -157,15 +159,16 @@ def watch(
 def watch_async(
     outputs: AsyncGenerator[Any, None], request_ids: Sequence[str] = ()
 ) -> AsyncGenerator[CanvasFrame | CanvasStepMap | RequestOutput, None]:
-    """Return an iterator of requests' outputs, and between them their canvases as they are denoised.
+    """Return an iterator of requests' outputs, and between them their canvases as they are
+    denoised.
 
     >>> params = SamplingParams(output_kind=RequestOutputKind.DELTA,
     ...                         extra_args={"diffusion_frames": 1})
     >>> async for event in watch_async(engine.generate(prompt, params, request_id)):
     ...     print(event.text if isinstance(event, CanvasFrame) else event.outputs[0].text)
 
-    Frames of a canvas come before its tokens, and the next canvas's frames after them. They wait for a
-    slow reader, but no more than 64: then the oldest is dropped. Tokens never are.
+    Frames of a canvas come before its tokens, and the next canvas's frames after them. They wait
+    for a slow reader, but no more than 64: then the oldest is dropped. Tokens never are.
 
     Args:
         outputs: ``AsyncLLM.generate(...)``, or several of them merged by vLLM, not begun yet.

@@ -1,9 +1,10 @@
 """A request's own arguments: one struct, made of what a client sent where the request is checked.
 
-The struct takes the place of what the client wrote in all code that follows: it travels to the engine's process and
-the workers in ``SamplingParams.extra_args``. After that check this package reads no argument by its name. vLLM's
-schedulers do: they read ``diffusion_canvas_length``, ``diffusion_read_only`` and ``diffusion_max_steps``.
-Also here: what several parts ask of vLLM's own parameters.
+The struct takes the place of what the client wrote in all code that follows: it travels to the
+engine's process and the workers in ``SamplingParams.extra_args``. After that check this package
+reads no argument by its name. vLLM's schedulers do: they read ``diffusion_canvas_length``,
+``diffusion_read_only`` and ``diffusion_max_steps``. Also here: what several parts ask of vLLM's own
+parameters.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _NAMES: tuple[str, ...] = (
     *("diffusion_step_map", "diffusion_trace"),
 )
 
-# Names of arguments in publishers' loops, to ours. Ignored, they would give another answer than the loop.
+# Names of arguments in publishers' loops, to ours. Ignored, they would give another answer than the
+# loop.
 _PUBLISHED_NAMES = {
     "steps": "diffusion_max_steps",
     "denoising_steps": "diffusion_max_steps",
@@ -73,7 +75,8 @@ class Shown(msgspec.Struct, frozen=True, omit_defaults=True):
     """Reports of a request's canvases besides their tokens.
 
     Attributes:
-        frame_interval: Steps between two frames of a canvas, 1 to 2**31 - 1; ``None`` for no frames.
+        frame_interval: Steps between two frames of a canvas, 1 to 2**31 - 1; ``None`` for no
+            frames.
         frame_fields: Fields of a frame besides its text, out of ``FRAME_FIELDS``.
         step_map: True to report the step that decided each token.
         trace: True to report the canvas that each step began from, with the answer.
@@ -93,20 +96,25 @@ class RequestArguments(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         max_steps: Step cap of its canvases, from 1 to the server's; ``None`` for the server's.
-        canvas_length: Width of its canvases, from 1 token to the server's; ``None`` for the server's.
-        seed_canvas: Token ids that the first canvas starts from, one per position; ``None`` for random
-            ones.
-        pinned: Positions of the first canvas, from 0, that keep their ``seed_canvas`` token in every step
-            and in the answer.
-        suffix: Token ids of what follows the answer in each step, which is exactly as many tokens as ``max_tokens``.
-        prediction: Token ids of a text that the answer is expected to resemble; none for no such text.
+        canvas_length: Width of its canvases, from 1 token to the server's; ``None`` for the
+            server's.
+        seed_canvas: Token ids that the first canvas starts from, one per position; ``None`` for
+            random ones.
+        pinned: Positions of the first canvas, from 0, that keep their ``seed_canvas`` token in
+            every step and in the answer.
+        suffix: Token ids of what follows the answer in each step, which is exactly as many tokens
+            as ``max_tokens``.
+        prediction: Token ids of a text that the answer is expected to resemble; none for no such
+            text.
         predicts_prompt: True if that text is the prompt.
         read_only: True to emit one canvas on the step that converges, and end; it is never encoded.
         allowed_ids: Only token ids that may be read; ``None`` for all.
         shown: Reports of its canvases besides their tokens.
-        settings: Settings of the decoding rule that it sets, by name, within the bounds of the rule.
+        settings: Settings of the decoding rule that it sets, by name, within the bounds of the
+            rule.
         thought_end: Token ids that end a thought, where their logits are boosted; none elsewhere.
-        judging_top_k: ``top_k`` of a request at temperature 0, by which a rule judges its tokens; 0 for none.
+        judging_top_k: ``top_k`` of a request at temperature 0, by which a rule judges its tokens; 0
+            for none.
         judging_top_p: ``top_p``, likewise; 1 for none.
     """
 
@@ -149,12 +157,12 @@ def attach_arguments(sampling_params: Any, arguments: RequestArguments) -> None:
 def arguments_of(sampling_params: Any) -> RequestArguments:
     """Return the arguments of a request that was checked, in any process.
 
-    A message between processes makes a mapping of the struct. It is made a struct again in place, so
-    that each process does this once.
+    A message between processes makes a mapping of the struct. It is made a struct again in place,
+    so that each process does this once.
 
     Args:
-        sampling_params: ``SamplingParams`` of the request; ``None`` for a request of vLLM's own, such
-            as those that warm a worker up.
+        sampling_params: ``SamplingParams`` of the request; ``None`` for a request of vLLM's own,
+            such as those that warm a worker up.
     """
     extra_args = (sampling_params.extra_args if sampling_params is not None else None) or {}
     sent = extra_args.get(_PARSED, _NONE)
@@ -175,8 +183,8 @@ def offered_settings(spec: CanvasSpec) -> list[dict[str, Any]]:
     """Describe as JSON what a request may set about denoising.
 
     Returns:
-        For each argument its ``name``, ``meaning``, ``default`` and either the ``words`` to choose from or
-        ``is_integer``, ``low`` and ``high``.
+        For each argument its ``name``, ``meaning``, ``default`` and either the ``words`` to choose
+        from or ``is_integer``, ``low`` and ``high``.
     """
     offered: dict[str, tuple[Setting | Choice, float | str | None]] = {}
     if spec.rule.presets:
@@ -366,13 +374,14 @@ def constraining_fields(params: Any) -> list[str]:
 def with_end_texts(
     generation: Mapping[str, Any], spec: CanvasSpec | None, tokenizer: Any
 ) -> dict[str, Any]:
-    """Return the fields of ``generation_config.json`` with the end tokens of a family added to its own.
+    """Return the fields of ``generation_config.json`` with the end tokens of a family added to its
+    own.
 
     Args:
         generation: The checkpoint's fields.
         spec: Description of the model's canvases; ``None`` if it has none.
-        tokenizer: The served model's, by which a text that is not one token ends nothing; ``None`` where vLLM was
-            started without one.
+        tokenizer: The served model's, by which a text that is not one token ends nothing; ``None``
+            where vLLM was started without one.
     """
     fields = dict(generation)
     if spec is None or tokenizer is None or not spec.end_texts:

@@ -3,8 +3,8 @@
 vLLM checks what a sampling parameter means. What it lets through still has to fit an element of a
 tensor, a message or the memory: a number that does not either raises in the worker, which ends the
 engine, or becomes an infinity of float32 there, of which a distribution makes NaN. The engine
-validates sampling parameters again when it decodes them, in the thread that receives all requests: what is wrong
-there has no client any more who could be answered.
+validates sampling parameters again when it decodes them, in the thread that receives all requests:
+what is wrong there has no client any more who could be answered.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from vllm_diffusion.requests.refusals import refuse
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
-# A field's name, what to say after it, and its value; ``None`` where the message does not repeat it.
+# A field's name, what to say after it, and its value; ``None`` where the message does not repeat
+# it.
 Problem = tuple[str, str, Any]
 
 # What vLLM's processors have room for; a worker that is given more ends with an error.
@@ -93,7 +94,8 @@ REPETITION_DETECTION: Mapping[str, NumberBounds] = {
 
 
 def problems(params: Any) -> Iterator[Problem]:
-    """Find lists and texts of a request that are too long, text that is none, and numbers out of bounds.
+    """Find lists and texts of a request that are too long, text that is none, and numbers out of
+    bounds.
 
     Args:
         params: vLLM's ``SamplingParams``.
@@ -141,10 +143,11 @@ def sampling_problems(params: Any) -> Iterator[Problem]:
                 yield "repetition_detection", f"{name} {problem}", value
 
 
-# What a schema may hold: OpenAI's structured outputs have up to 5,000 properties. Python reads a part in 0.3 ms.
+# What a schema may hold: OpenAI's structured outputs have up to 5,000 properties. Python reads a
+# part in 0.3 ms.
 MOST_PARTS = 6_000
-# llguidance has a grammar of each way to leave properties out: 1,000 take 0.1 s and 7 ms a token, 5,000 take 3 s
-# and 160 ms (a vocabulary of 262,144).
+# llguidance has a grammar of each way to leave properties out: 1,000 take 0.1 s and 7 ms a token,
+# 5,000 take 3 s and 160 ms (a vocabulary of 262,144).
 MOST_OPTIONAL = 1_000
 # It unrolls arrays: 100,000 items take 2 s and 100 MB.
 MOST_ITEMS = 10_000
@@ -225,14 +228,16 @@ def unsendable(value: Any) -> str | None:
     return None
 
 
-# How msgspec ends the description of an error: "... - at `$.max_tokens`", "... - at `key` in `$.logit_bias`".
+# How msgspec ends the description of an error: "... - at `$.max_tokens`", "... - at `key` in
+# `$.logit_bias`".
 _FIELD = re.compile(r"`\$\.(\w+)")
 
 
 def check_decodable(params: SamplingParams) -> None:
     """Encode sampling parameters for the engine and decode them as the engine will.
 
-    vLLM validated them before our checks lowered ``max_tokens``, and never checks the types of what Python sets.
+    vLLM validated them before our checks lowered ``max_tokens``, and never checks the types of what
+    Python sets.
 
     Args:
         params: Parameters of the request. An encoding that fails is left to vLLM, which answers the

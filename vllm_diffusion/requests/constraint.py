@@ -1,8 +1,8 @@
 """A request's structured output: read once, and written as the engine's back end follows it.
 
-llguidance follows JSON schemas, expressions, choices, Lark grammars and tool calls of Gemma's, xgrammar EBNF and
-other structural tags.
-Canvases and the autoregressive mode share this, whichever endpoint the constraint came by.
+llguidance follows JSON schemas, expressions, choices, Lark grammars and tool calls of Gemma's,
+xgrammar EBNF and other structural tags. Canvases and the autoregressive mode share this, whichever
+endpoint the constraint came by.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _FIELD = "structured_outputs"
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 # An attribute of a constraint that was read; it says what was read then.
 _READ = "_read_by_vllm_diffusion"
-# White space and how an expression repeats it or chooses from it: nothing else may stand between parts.
+# White space and how an expression repeats it or chooses from it: nothing else may stand between
+# parts.
 _WHITE_SPACE = re.compile(r"(?:[ \t\r\n]|\\[sntr]|[\[\])?*+|]|\((?:\?:)?|\{[0-9]*,?[0-9]*\})*")
 
 
@@ -77,7 +78,9 @@ def _read(constraint: Any, config: Any) -> None:
 
 
 def _white_space(constraint: Any, config: Any) -> str:
-    """Return the expression of what may follow a comma or a colon of JSON; it may be left out each time."""
+    """Return the expression of what may follow a comma or a colon of JSON; it may be left out each
+    time.
+    """
     pattern = constraint.whitespace_pattern
     if constraint.disable_any_whitespace or config.disable_any_whitespace:
         return ""
@@ -93,7 +96,8 @@ def _white_space(constraint: Any, config: Any) -> str:
 
 
 def _text(kind: str, value: Any) -> str:
-    """Return what a constraint says as text, once it is known to be of the right type and no larger than allowed.
+    """Return what a constraint says as text, once it is known to be of the right type and no larger
+    than allowed.
 
     Raises:
         SchemaError: Naming the kind.

@@ -1,9 +1,10 @@
-"""Filters of requests at temperature 0: vLLM erases them, and a rule may judge tokens by what they keep.
+"""Filters of requests at temperature 0: vLLM erases them, and a rule may judge tokens by what they
+keep.
 
-The likeliest token is the same with a filter and without, but its probability is not, nor is the entropy of
-what is kept. A rule that ``judges_filtered`` reveals tokens in the order of these. vLLM sets ``top_k`` to 0 and
-``top_p`` to 1 where parameters are made, so their values are noted before, in ``extra_args``, which copies of the
-parameters have too.
+The likeliest token is the same with a filter and without, but its probability is not, nor is the
+entropy of what is kept. A rule that ``judges_filtered`` reveals tokens in the order of these. vLLM
+sets ``top_k`` to 0 and ``top_p`` to 1 where parameters are made, so their values are noted before,
+in ``extra_args``, which copies of the parameters have too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ def note_filters(params: Any) -> None:
     """Note the filters of ``SamplingParams`` at temperature 0, before vLLM erases them.
 
     Args:
-        params: The parameters, which vLLM has checked; ``extra_args`` is replaced if they have a filter.
+        params: The parameters, which vLLM has checked; ``extra_args`` is replaced if they have a
+            filter.
     """
     if params.temperature == 0 and (params.top_k > 0 or params.top_p < 1):
         noted = [params.top_k, params.top_p]

@@ -1,6 +1,8 @@
-"""llguidance, which compiles JSON schemas, expressions, choices and Lark grammars: what it is given and refuses.
+"""llguidance, which compiles JSON schemas, expressions, choices and Lark grammars: what it is given
+and refuses.
 
-Both processes use it: the API process to refuse what it does not follow, the engine to follow the rest.
+Both processes use it: the API process to refuse what it does not follow, the engine to follow the
+rest.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 GUIDANCE = "guidance"
-# llguidance goes down a chain of references in its own stack: the longest that 6,000 objects make needs between 16 and
-# 32 MB, where a thread's usual 8 MB end the process.
+# llguidance goes down a chain of references in its own stack: the longest that 6,000 objects make
+# needs between 16 and 32 MB, where a thread's usual 8 MB end the process.
 _STACK_BYTES = 128 * 2**20
 _MOST_OF_A_REASON = 300
 

@@ -1,8 +1,9 @@
-"""The door of vLLM's OpenAI server for diffusion models: bodies, fields of every endpoint, and what is refused.
+"""The door of vLLM's OpenAI server for diffusion models: bodies, fields of every endpoint, and what
+is refused.
 
-A body passes, in this order: its length (:class:`BoundedBodies`), vLLM's protocol, :func:`read_body` of its
-endpoint, and with its sampling parameters :class:`CheckedClient` and ``validation.py``. Whatever is refused on
-the way leaves one line in the log.
+A body passes, in this order: its length (:class:`BoundedBodies`), vLLM's protocol,
+:func:`read_body` of its endpoint, and with its sampling parameters :class:`CheckedClient` and
+``validation.py``. Whatever is refused on the way leaves one line in the log.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ _MEDIA = re.compile(rb'(?:;base64,|"data"\s*:\s*")[A-Za-z0-9+/=_\\-]+')
 DETAILS = "vllm_diffusion.details"
 # Of vLLM's protocols: it takes ``structured_outputs`` for a mapping before anything has checked it.
 _COUNTS_CONSTRAINTS = "check_structured_outputs_count"
-# Fields of vLLM's before 0.12, by the name that they have within ``structured_outputs``; ignored, they would give
-# free answers. Clients for all releases (guidance) send both forms, of which vLLM reads its own.
+# Fields of vLLM's before 0.12, by the name that they have within ``structured_outputs``; ignored,
+# they would give free answers. Clients for all releases (guidance) send both forms, of which vLLM
+# reads its own.
 _GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")} | {
     "guided_whitespace_pattern": "whitespace_pattern",
     "guided_decoding_backend": "",
@@ -87,7 +89,9 @@ def _with_door(stock: Any, app: Any) -> None:
 
 
 def _noted(handler: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
-    """Have vLLM's answer to an exception leave a line in the log, or its trace if it is the server's own."""
+    """Have vLLM's answer to an exception leave a line in the log, or its trace if it is the
+    server's own.
+    """
 
     async def answer(request: Any, error: Exception) -> Any:
         if isinstance(error, AttributeError) and _is_no_mapping(error):
@@ -148,7 +152,8 @@ def _is_no_mapping(error: Exception) -> bool:
 class BoundedBodies:
     """An ASGI application that refuses bodies by their length, before anything reads them.
 
-    ``VLLM_HTTP_MAX_REQUEST_BODY_SIZE`` bounds a body, and a quarter of it what of a body is no picture or sound.
+    ``VLLM_HTTP_MAX_REQUEST_BODY_SIZE`` bounds a body, and a quarter of it what of a body is no
+    picture or sound.
     """
 
     def __init__(self, app: Any) -> None:
@@ -202,7 +207,9 @@ def _replaying(body: bytes, receive: Any) -> Any:
 
 
 def _with_details(scope: Any, send: Any) -> Any:
-    """Send a refusal with the ``details`` that its endpoint has put into the scope, for which vLLM has no field."""
+    """Send a refusal with the ``details`` that its endpoint has put into the scope, for which vLLM
+    has no field.
+    """
     started: list[Any] = []
 
     async def send_with_details(message: Any) -> None:
@@ -249,7 +256,8 @@ async def _refuse_body(message: str, *asgi: Any) -> None:
 
 
 def check_fields(request: Any) -> None:
-    """Refuse a value, however deep in a body, that cannot be sent to the engine's process or written as text.
+    """Refuse a value, however deep in a body, that cannot be sent to the engine's process or
+    written as text.
 
     Args:
         request: Body of a request, as vLLM's protocol read it.
@@ -266,10 +274,11 @@ def read_body(request: Any, model_config: Any, unknown: Mapping[str, Any] | None
     """Read the fields that every endpoint has from this package, and refuse what would be ignored.
 
     Args:
-        request: Body of a request, as vLLM's protocol read it; its ``vllm_xargs`` get the arguments of ours that
-            stand at its top.
+        request: Body of a request, as vLLM's protocol read it; its ``vllm_xargs`` get the arguments
+            of ours that stand at its top.
         model_config: vLLM's ``ModelConfig``.
-        unknown: All fields of the body; ``None`` where the protocol keeps those that it does not know.
+        unknown: All fields of the body; ``None`` where the protocol keeps those that it does not
+            know.
 
     Raises:
         VLLMValidationError: Naming the field.
@@ -292,7 +301,8 @@ def read_body(request: Any, model_config: Any, unknown: Mapping[str, Any] | None
     arguments = {name: value for name, value in fields.items() if name.startswith(PREFIX)}
     if suffix := getattr(request, "suffix", None) or fields.get("suffix"):
         arguments |= _suffix_arguments(request, suffix, model_config)
-    # An answer token after token starts from nothing: there the field is a hint that helps nobody, as in vLLM.
+    # An answer token after token starts from nothing: there the field is a hint that helps nobody,
+    # as in vLLM.
     if (prediction := fields.get("prediction")) is not None and (spec := spec_of(model_config)):
         if reason := spec.refused_arguments.get("prediction"):
             refuse("prediction", reason)
@@ -310,7 +320,9 @@ def read_body(request: Any, model_config: Any, unknown: Mapping[str, Any] | None
 
 
 def _suffix_arguments(request: Any, suffix: Any, model_config: Any) -> dict[str, Any]:
-    """Return the argument for a suffix of the completions' endpoint, which :class:`SuffixesInCanvases` leaves out of the prompt."""
+    """Return the argument for a suffix of the completions' endpoint, which
+    :class:`SuffixesInCanvases` leaves out of the prompt.
+    """
     if "suffix" not in type(request).model_fields:
         refuse(
             "suffix",
@@ -325,7 +337,9 @@ def _suffix_arguments(request: Any, suffix: Any, model_config: Any) -> dict[str,
 
 
 class SuffixesInCanvases(BaseRenderer):
-    """Base of a server's renderer: a suffix stands in the canvas after the answer, and not in the prompt."""
+    """Base of a server's renderer: a suffix stands in the canvas after the answer, and not in the
+    prompt.
+    """
 
     def render_completion_suffix(self, prompt: str, suffix: str) -> str | None:
         return prompt
@@ -387,7 +401,9 @@ def _check_lengths(request: Any, model_config: Any) -> None:
 
 
 class CheckedClient(AsyncLLM):
-    """vLLM's client of the engine, which has constraints read in a thread while the event loop serves others."""
+    """vLLM's client of the engine, which has constraints read in a thread while the event loop
+    serves others.
+    """
 
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any

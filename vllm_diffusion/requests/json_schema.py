@@ -1,7 +1,8 @@
-"""JSON schemas, read once: bounded, checked for wrong types, and in the words that llguidance follows.
+"""JSON schemas, read once: bounded, checked for wrong types, and in the words that llguidance
+follows.
 
-What constrains nothing is taken out of a schema, and what has a simpler equal is written as that. Each step goes
-over the schema's parts once, so that the work is linear in the schema's size.
+What constrains nothing is taken out of a schema, and what has a simpler equal is written as that.
+Each step goes over the schema's parts once, so that the work is linear in the schema's size.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ _APPLICATORS = frozenset(
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
 # Keywords that hold values and no schemas.
 _DATA = frozenset(["const", "enum", "default", "examples", "example"])
-# The greatest integer that llguidance writes as it is listed: a larger one gets other digits, and -2**63 ends
-# the process.
+# The greatest integer that llguidance writes as it is listed: a larger one gets other digits, and
+# -2**63 ends the process.
 _MOST_LISTED = 2**53
 # The place of llguidance's problem is looked for in schemas of so many parts.
 _MOST_SEARCHED = 300
-# White space between the parts of an answer: at most one space after a comma or a colon. With more an answer
-# need not end.
+# White space between the parts of an answer: at most one space after a comma or a colon. With more
+# an answer need not end.
 _ONE_SPACE = " ?"
 
 
@@ -135,7 +136,9 @@ def _converted(convert: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _copied(schema: Any) -> dict[str, Any]:
-    """Return a schema of the caller's own, once it is known to be no larger than a grammar may be."""
+    """Return a schema of the caller's own, once it is known to be no larger than a grammar may
+    be.
+    """
     root = _converted(json.loads, schema if isinstance(schema, str) else json_text(schema))
     if root is True:
         return {}
@@ -184,7 +187,8 @@ def _check(root: dict[str, Any]) -> None:
 
 @functools.cache
 def _keyword_checks() -> Any:
-    """Return a check of the types of keywords: draft 7's, which is quick, with those of the newest draft.
+    """Return a check of the types of keywords: draft 7's, which is quick, with those of the newest
+    draft.
 
     Annotations may have any value.
     """
@@ -211,7 +215,9 @@ def _keyword_checks() -> Any:
 
 
 def _write_flags(part: dict[str, Any]) -> None:
-    """Write the bounds of OpenAPI 3.0, which say with true or false whether the bound itself is left out."""
+    """Write the bounds of OpenAPI 3.0, which say with true or false whether the bound itself is
+    left out.
+    """
     for bound in ("minimum", "maximum"):
         name, limit = f"exclusive{bound.capitalize()}", part.get(bound)
         is_number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
@@ -284,7 +290,9 @@ def _drop_idle(part: dict[str, Any]) -> None:
 
 
 def _write_format(part: dict[str, Any]) -> None:
-    """Write a known format as a pattern; beside a pattern, which says more, or unknown it is an annotation."""
+    """Write a known format as a pattern; beside a pattern, which says more, or unknown it is an
+    annotation.
+    """
     known = FORMATS.get(str(part.pop("format", None)))
     if known is not None:
         part.setdefault("pattern", f"^(?:{known})$")
@@ -331,7 +339,8 @@ def _write_unevaluated(part: dict[str, Any]) -> None:
 def _tell_apart(part: dict[str, Any], root: dict[str, Any]) -> None:
     """Write ``anyOf`` for ``oneOf`` where no value fits two of the alternatives.
 
-    They list other values, are of other types, or are objects with other values of one required property.
+    They list other values, are of other types, or are objects with other values of one required
+    property.
     """
     if "anyOf" in part or "oneOf" not in part:
         return
@@ -467,7 +476,9 @@ def _step(part: dict[str, Any]) -> int:
 
 
 def large_integer(part: Mapping[str, Any], most: int = _MOST_LISTED) -> str | None:
-    """Return the keyword of a schema that lists an integer beyond ``most``, however deep; ``None`` if none does."""
+    """Return the keyword of a schema that lists an integer beyond ``most``, however deep; ``None``
+    if none does.
+    """
     for key in ("const", "enum"):
         pending = [part.get(key)]
         while pending:

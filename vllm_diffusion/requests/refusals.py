@@ -1,7 +1,9 @@
-"""Refusals of requests: an HTTP 400 that names the field, where a client looks for it, and one line in the log.
+"""Refusals of requests: an HTTP 400 that names the field, where a client looks for it, and one line
+in the log.
 
-vLLM checks sampling parameters when a stream's first output is requested. It logs each refusal with its
-stack trace, by which a client could fill a disk, and cuts a stream of ``/v1/responses`` without a word.
+vLLM checks sampling parameters when a stream's first output is requested. It logs each refusal with
+its stack trace, by which a client could fill a disk, and cuts a stream of ``/v1/responses`` without
+a word.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ def refuse(field: str, reason: str, value: Any = None) -> NoReturn:
 
 @contextlib.contextmanager
 def failing_aloud() -> Iterator[None]:
-    """Have whatever else than a refusal is raised answered with a message, and leave its trace in the log.
+    """Have whatever else than a refusal is raised answered with a message, and leave its trace in
+    the log.
 
     vLLM makes it a 500 without a message, and logs nothing.
     """
@@ -52,7 +55,8 @@ def failing_aloud() -> Iterator[None]:
 
 
 def install() -> None:
-    """Name the field of refusals in which vLLM only begins its sentence with it, and shorten its log.
+    """Name the field of refusals in which vLLM only begins its sentence with it, and shorten its
+    log.
 
     vLLM checks sampling parameters where they are made, before it is known which model they are
     for. So this is put in place in a process that configures a diffusion model, and in no other.
@@ -101,7 +105,9 @@ SECONDS_A_LINE = 10.0
 
 
 class OneLineRefusals(logging.Filter):
-    """A filter that logs a refused stream in one line without a trace, and no more than one at a time."""
+    """A filter that logs a refused stream in one line without a trace, and no more than one at a
+    time.
+    """
 
     def __init__(self) -> None:
         super().__init__()

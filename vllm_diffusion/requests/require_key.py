@@ -1,6 +1,8 @@
-"""A server's key for what vLLM answers without it: adapters always, everything for those who want it.
+"""A server's key for what vLLM answers without it: adapters always, everything for those who want
+it.
 
-vLLM's ``--api-key`` guards ``/v1`` and three other prefixes. ``docs/operate/security.md`` lists what is outside.
+vLLM's ``--api-key`` guards ``/v1`` and three other prefixes. ``docs/operate/security.md`` lists
+what is outside.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddlew
 
 from vllm_diffusion.hooks.replacement import replaces
 
-# The files of the live canvas's page, which asks for the key itself and shows nothing of the server.
+# The files of the live canvas's page, which asks for the key itself and shows nothing of the
+# server.
 PAGE = "/diffusion/"
 PAGE_FILES = (
     *("", "page.css", "page.js", "client.js", "grid.js", "markdown.js", "marked.js"),
@@ -29,7 +32,9 @@ _ADAPTERS = "/adapters"
 
 
 def guard_adapters() -> None:
-    """Have vLLM ask for the key, if there is one, where adapters come and go. Safe to call twice."""
+    """Have vLLM ask for the key, if there is one, where adapters come and go. Safe to call
+    twice.
+    """
     _with_adapters.install()
 
 
@@ -64,7 +69,9 @@ class RequireKey(AuthenticationMiddleware):
         super().__init__(app, tokens=[envs.VLLM_API_KEY])
 
     def verify_token(self, headers: Any) -> bool:
-        """Return true for the key as a bearer, or in the ``x-api-key`` that clients of Anthropic's API send."""
+        """Return true for the key as a bearer, or in the ``x-api-key`` that clients of Anthropic's
+        API send.
+        """
         if super().verify_token(headers):
             return True
         given = hashlib.sha256(headers.get("x-api-key", "").encode()).digest()

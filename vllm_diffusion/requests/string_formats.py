@@ -18,7 +18,8 @@ _URI = rf"[a-zA-Z][a-zA-Z0-9+.-]{{0,15}}:(?://{_LABEL}(?:\.{_LABEL}){{0,4}}(?::[
 _POINTER = r"(?:/(?:[a-zA-Z0-9_.-]|~[01])*)*"
 _CLOCK = r"T(?:[0-9]+H(?:[0-9]+M)?(?:[0-9]+S)?|[0-9]+M(?:[0-9]+S)?|[0-9]+S)"
 _DATES = r"(?:[0-9]+Y(?:[0-9]+M)?(?:[0-9]+D)?|[0-9]+M(?:[0-9]+D)?|[0-9]+D)"
-# Known formats as expressions of strings that have them. Not all: no leap day, no mailbox in quotes.
+# Known formats as expressions of strings that have them. Not all: no leap day, no mailbox in
+# quotes.
 FORMATS: Mapping[str, str] = {
     "date": _DAY,
     "time": _TIME,

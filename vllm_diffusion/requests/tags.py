@@ -37,10 +37,12 @@ _MOST_LISTED = 2**63 - 1
 
 
 def written_tag(text: str) -> str:
-    """Return a structural tag whose schemas xgrammar follows, with little white space in their values.
+    """Return a structural tag whose schemas xgrammar follows, with little white space in their
+    values.
 
     Args:
-        text: The tag as JSON, in xgrammar's form or in vLLM's older one, ``structures`` and ``triggers``.
+        text: The tag as JSON, in xgrammar's form or in vLLM's older one, ``structures`` and
+            ``triggers``.
 
     Raises:
         SchemaError: If it is none, or a schema asks for what xgrammar does not follow.

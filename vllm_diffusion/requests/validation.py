@@ -1,8 +1,8 @@
 """Checks of a diffusion model's requests, in the API process.
 
-They replace vLLM's: what our sampler honours is accepted, and what it cannot honour is a 400 that names
-the field. Before them an endpoint has read the body (``http.py``); after them come
-the engine and, for a transfer that does not fit, the scheduler.
+They replace vLLM's: what our sampler honours is accepted, and what it cannot honour is a 400 that
+names the field. Before them an endpoint has read the body (``http.py``); after them come the engine
+and, for a transfer that does not fit, the scheduler.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def install() -> None:
 def _checking_canvases(
     stock: Any, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Make an engine's request, with our checks in place of those that only diffusion models have."""
+    """Make an engine's request, with our checks in place of those that only diffusion models
+    have.
+    """
     from vllm.sampling_params import SamplingParams
 
     model_config = self.model_config
@@ -119,8 +121,8 @@ def check_params(params: Any, processor: Any) -> None:
     """Run vLLM's checks of what a request asks for, and ours of what its canvases can give.
 
     Args:
-        params: The request's ``SamplingParams``. They get the struct of arguments that the engine reads, and
-            their constraint is written as the engine follows it.
+        params: The request's ``SamplingParams``. They get the struct of arguments that the engine
+            reads, and their constraint is written as the engine follows it.
         processor: vLLM's ``InputProcessor`` of a diffusion model.
 
     Raises:
@@ -158,7 +160,9 @@ def check_params(params: Any, processor: Any) -> None:
 
 
 def _check_ordinary(params: Any, processor: Any) -> None:
-    """Check what the autoregressive mode adds to vLLM's own checks: it has constraints of ours, and no canvas."""
+    """Check what the autoregressive mode adds to vLLM's own checks: it has constraints of ours, and
+    no canvas.
+    """
     for name in params.extra_args or {}:
         if name.startswith(PREFIX):
             refuse(name, "has no effect here: the server answers token after token; leave it out.")
@@ -191,7 +195,9 @@ def _ignored(params: Any) -> Iterator[Problem]:
 
 
 def _contradictions(params: Any, spec: CanvasSpec) -> Iterator[Problem]:
-    """Find fields of vLLM's that exclude one another, or that this model's canvases cannot honour."""
+    """Find fields of vLLM's that exclude one another, or that this model's canvases cannot
+    honour.
+    """
     ends = {*params.all_stop_token_ids, *(params.stop_token_ids or ())}
     allowed = params.allowed_token_ids
     if params.min_tokens > 0 and allowed and ends.issuperset(allowed):
@@ -217,7 +223,9 @@ def _contradictions(params: Any, spec: CanvasSpec) -> Iterator[Problem]:
 
 
 def _of_way(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> Iterator[Problem]:
-    """Find what the rule that a request chose cannot honour, where another rule of the server can."""
+    """Find what the rule that a request chose cannot honour, where another rule of the server
+    can.
+    """
     chosen, way = spec.of_request(arguments.settings), spec.ways[spec.way(arguments.settings)]
     if chosen is spec:
         return
@@ -242,10 +250,11 @@ def _of_way(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> Itera
 
 
 def _combinations(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> Iterator[Problem]:
-    """Find what a request's own canvas leaves no room for, and settings that contradict one another.
+    """Find what a request's own canvas leaves no room for, and settings that contradict one
+    another.
 
-    A constraint needs a canvas that is free to draw what it demands, and a log-probability in a masked
-    model a step that decided the token, which tokens that the request brings have not.
+    A constraint needs a canvas that is free to draw what it demands, and a log-probability in a
+    masked model a step that decided the token, which tokens that the request brings have not.
     """
     if problem := spec.rule.contradiction(spec.all_settings(arguments.settings)):
         # Its settings contradict one another, or the server's for those that are left out.
@@ -315,7 +324,8 @@ def _beside(other: str, fields: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _narrowed(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> RequestArguments:
-    """Return the arguments with what vLLM's own parameters say of canvases, which are no wider than needed.
+    """Return the arguments with what vLLM's own parameters say of canvases, which are no wider than
+    needed.
 
     ``max_tokens`` and ``ignore_eos`` of a read-only request are set in place.
     """
@@ -357,10 +367,12 @@ def _suffix(params: Any, tokenizer: Any, model_config: Any) -> tuple[int, ...]:
 
 
 def _prediction(params: Any, tokenizer: Any, model_config: Any) -> dict[str, Any]:
-    """Return the arguments for a text that an answer is expected to resemble; none of most requests.
+    """Return the arguments for a text that an answer is expected to resemble; none of most
+    requests.
 
     Raises:
-        VLLMValidationError: If it is neither a text nor ``"prompt"`` nor what OpenAI's ``prediction`` may be.
+        VLLMValidationError: If it is neither a text nor ``"prompt"`` nor what OpenAI's
+            ``prediction`` may be.
     """
     sent = (params.extra_args or {}).get(PREFIX + "prediction")
     if sent is None or sent == PROMPT:
@@ -412,14 +424,18 @@ def _tokens(
 def _thought_end(
     arguments: RequestArguments, spec: CanvasSpec, tokenizer: Any
 ) -> tuple[int, ...] | None:
-    """Return the tokens that end a thought, of a request that has them made likelier; ``None`` of any other."""
+    """Return the tokens that end a thought, of a request that has them made likelier; ``None`` of
+    any other.
+    """
     if not spec.rule.ends_thoughts or not spec.all_settings(arguments.settings)[_BOOST]:
         return None
     return tuple(tokenizer.encode(THOUGHT_END, add_special_tokens=False)) if tokenizer else ()
 
 
 def _boosted(params: Any, thought_end: tuple[int, ...] | None) -> Iterator[Problem]:
-    """Find what changes the same logits as the boost of a thought's end, and an end that is too long."""
+    """Find what changes the same logits as the boost of a thought's end, and an end that is too
+    long.
+    """
     if thought_end is None:
         return
     for field in ("logit_bias", "allowed_token_ids", "min_tokens"):
@@ -449,7 +465,9 @@ def _logprobs(params: Any, model_config: Any, num_slots: int) -> Iterator[Proble
 
 
 def _check_vocabulary(token_ids: Sequence[int], vocab_size: int, field: str = "prompt") -> None:
-    """Refuse a token that a checkpoint's tokenizer has and its model has not: looking it up ends the engine."""
+    """Refuse a token that a checkpoint's tokenizer has and its model has not: looking it up ends
+    the engine.
+    """
     if token_ids and (most := max(token_ids)) >= vocab_size:
         refuse(
             field,
@@ -459,7 +477,9 @@ def _check_vocabulary(token_ids: Sequence[int], vocab_size: int, field: str = "p
 
 
 def _check_room(params: Any, num_prompt: int, model_config: Any) -> None:
-    """Refuse an answer that does not fit before the suffix, all of which is in sight while the answer is written."""
+    """Refuse an answer that does not fit before the suffix, all of which is in sight while the
+    answer is written.
+    """
     spec, num_after = model_config.diffusion.spec, len(arguments_of(params).suffix)
     if not num_after:
         return
@@ -475,9 +495,11 @@ def _check_room(params: Any, num_prompt: int, model_config: Any) -> None:
 
 
 def _check_blocks(params: Any, num_prompt: int, model_config: Any) -> None:
-    """Refuse an answer of no whole blocks from a request that names their length, as LLaDA's loop does.
+    """Refuse an answer of no whole blocks from a request that names their length, as LLaDA's loop
+    does.
 
-    An answer of all that the model has room for is vLLM's default: the request did not set that length.
+    An answer of all that the model has room for is vLLM's default: the request did not set that
+    length.
     """
     spec, length = model_config.diffusion.spec, arguments_of(params).settings.get("block_length")
     most, max_tokens = model_config.max_model_len - num_prompt, params.max_tokens

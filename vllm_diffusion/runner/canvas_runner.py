@@ -1,7 +1,8 @@
 """vLLM's model runner for canvases: the sampler gets hidden rows.
 
-vLLM's runner would project every row onto the whole vocabulary first and write a grammar's mask into
-the result. Our sampler projects for itself, a tile at a time, and takes masks from the scheduler.
+vLLM's runner would project every row onto the whole vocabulary first and write a grammar's mask
+into the result. Our sampler projects for itself, a tile at a time, and takes masks from the
+scheduler.
 """
 
 from __future__ import annotations

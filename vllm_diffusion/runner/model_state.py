@@ -46,7 +46,8 @@ class BlockDiffusionModelState(ModelState):
     # A canvas's rows are all draft tokens; there is no extra token per step.
     num_new_sampled_tokens_per_step: int = 0
     supports_prompt_embeds: ClassVar[bool] = False
-    # [R, C, hidden_size]: what self-conditioning needs of each canvas position, where a model has it.
+    # [R, C, hidden_size]: what self-conditioning needs of each canvas position, where a model has
+    # it.
     soft_embeds: Tensor | None = None
     # Made with the model runner, before its first request.
     sampler: DiffusionSampler

@@ -1,8 +1,9 @@
 """Candidates of rows with filters.
 
-Top-k, top-p and min-p keep the tokens whose logit is at least a threshold of the row. The threshold is
-searched for, without ever sorting a row: a sweep counts what lies above each of some pivots, and the next one
-divides the piece that holds it. Counts and masses are integers, so no number of ranks changes it.
+Top-k, top-p and min-p keep the tokens whose logit is at least a threshold of the row. The threshold
+is searched for, without ever sorting a row: a sweep counts what lies above each of some pivots, and
+the next one divides the piece that holds it. Counts and masses are integers, so no number of ranks
+changes it.
 """
 
 from __future__ import annotations
@@ -99,11 +100,11 @@ class KeptDraw(NamedTuple):
 
     Attributes:
         candidate: [n], int64.
-        share: [n], float32, its probability within what is kept, at the temperature of the draw; the
-            schedule's where a request is greedy.
+        share: [n], float32, its probability within what is kept, at the temperature of the draw;
+            the schedule's where a request is greedy.
         entropy: [n], float32, nats, of what is kept; ``None`` unless it is judged.
-        margin: [n], float32, the probability of the likeliest token less that of the next one that is kept;
-            ``None`` unless it is judged.
+        margin: [n], float32, the probability of the likeliest token less that of the next one that
+            is kept; ``None`` unless it is judged.
     """
 
     candidate: Tensor

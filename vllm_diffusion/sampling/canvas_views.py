@@ -17,9 +17,9 @@ from vllm_diffusion.canvas.step import StepOutput
 class CanvasViewConnector:
     """The runner's ``aux_output_connector``: canvases that a client watches or a constraint reads.
 
-    The runner copies them off the device with a pass's outputs and hands them to the scheduler. vLLM's own
-    connector carries routed experts, which no diffusion model is started with, so the place is free. A pass
-    without watched or constrained canvases costs one comparison.
+    The runner copies them off the device with a pass's outputs and hands them to the scheduler.
+    vLLM's own connector carries routed experts, which no diffusion model is started with, so the
+    place is free. A pass without watched or constrained canvases costs one comparison.
     """
 
     def __init__(self, slots: CanvasSlots, num_rows: Tensor, entropy: Tensor) -> None:

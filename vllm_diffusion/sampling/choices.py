@@ -1,4 +1,6 @@
-"""What a rule reads of each row besides its candidate: the likeliest tokens, and the probabilities of named ones."""
+"""What a rule reads of each row besides its candidate: the likeliest tokens, and the probabilities
+of named ones.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,8 @@ class NamedLogits:
                 self._scores[:, i] = scaled_logits(near, divisor)[:, place - first]
 
     def probabilities(self, head: OutputHead, running: RunningStatistics) -> Tensor:
-        """[num_rows, num_named], float32; 0 for a token that is impossible, or none of the vocabulary's.
+        """[num_rows, num_named], float32; 0 for a token that is impossible, or none of the
+        vocabulary's.
 
         Args:
             head: Combines the ranks.

@@ -163,7 +163,9 @@ def _summary(
 def _columns(
     request: LogprobsRequest, top_ids: Tensor, top_scores: Tensor, named_scores: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Ids and scores besides a row's own token: the ids that its request names, or the likeliest."""
+    """Ids and scores besides a row's own token: the ids that its request names, or the
+    likeliest.
+    """
     num_columns = request.num_columns - 1
     pad = (0, num_columns - request.num_top)
     ids = F.pad(top_ids[:, : request.num_top], pad)
@@ -184,9 +186,9 @@ def _columns(
 class EmittedLogprobs:
     """Log-probabilities that wait between the step that decided a token and the pass that emits it.
 
-    They are written where the row's token goes, and read by position. Every pass returns those of every
-    canvas of the batch, emitted or not, because only the device knows which requests emit; the engine
-    takes as many as a request emitted.
+    They are written where the row's token goes, and read by position. Every pass returns those of
+    every canvas of the batch, emitted or not, because only the device knows which requests emit;
+    the engine takes as many as a request emitted.
 
     R is the number of slots, C the canvas length.
     """
@@ -245,7 +247,8 @@ class EmittedLogprobs:
         else:
             self._write(drawn, slot, position, self._decided(step)[slot, position])
         if layout.alignment > 1:
-            # Known tokens that a canvas begins with are not emitted: as many last rows have nothing to say.
+            # Known tokens that a canvas begins with are not emitted: as many last rows have nothing
+            # to say.
             at = (at + step.num_given[owner]).clamp(max=self._slots.canvas_length - 1)
         emitted = rows_of(self._waiting, (owner, at))
         if seeded is not None:

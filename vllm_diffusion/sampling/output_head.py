@@ -108,7 +108,9 @@ class OutputHead:
         )
 
     def tiles(self, size: int, ids: Iterable[int] | None = None) -> Iterator[slice]:
-        """The rank's ids, counted from its first, in pieces of at most ``size``: those that hold one of ``ids``."""
+        """The rank's ids, counted from its first, in pieces of at most ``size``: those that hold
+        one of ``ids``.
+        """
         starts: Iterable[int] = range(0, self.weight.shape[0], size)
         if ids is not None:
             held = {(token - self.first_id) // size * size for token in ids}
@@ -132,7 +134,8 @@ class OutputHead:
 
         Args:
             rows: [num_rows, hidden_size].
-            ids: The only ones whose logits are needed, of all ranks; others may be 0. ``None`` for all.
+            ids: The only ones whose logits are needed, of all ranks; others may be 0. ``None`` for
+                all.
         """
         num_ids = len(self.weight)
         if ids is None and self.weight.dtype == self.dtype:

@@ -1,10 +1,11 @@
 """Graphs of the functions that a pass launches, for the shapes that were captured.
 
-A pass in which no request uses more than temperatures and seeds, and some canvas may take another step, is one
-function, the plain step. Any other pass is sampled in parts, and then decided: its adjusted rows; of these the rows with
-filters, a canvas's length of them at a time, or 256; and the rows with log-probabilities. A part without a graph is
-called, and then does no more than the pass uses. The adjusted rows are also called where no canvas takes another step, or
-where every request is held to a few ids.
+A pass in which no request uses more than temperatures and seeds, and some canvas may take another
+step, is one function, the plain step. Any other pass is sampled in parts, and then decided: its
+adjusted rows; of these the rows with filters, a canvas's length of them at a time, or 256; and the
+rows with log-probabilities. A part without a graph is called, and then does no more than the pass
+uses. The adjusted rows are also called where no canvas takes another step, or where every request
+is held to a few ids.
 """
 
 from __future__ import annotations
@@ -182,7 +183,9 @@ class PassGraphs:
 
     @property
     def num_again(self) -> int:
-        """Rows that are looked at again at once: a canvas's, but where it holds a whole sequence."""
+        """Rows that are looked at again at once: a canvas's, but where it holds a whole
+        sequence.
+        """
         return min(self._length, MOST_ROWS_AGAIN)
 
     @property

@@ -1,7 +1,8 @@
-"""What a pass samples, in parts: its rows with adjustments, those with filters, those that are reported, and the decision.
+"""What a pass samples, in parts: its rows with adjustments, those with filters, those that are
+reported, and the decision.
 
-The rows with filters need the statistics of the whole row, and those with log-probabilities the tokens: both are
-projected again. Statistics are scattered to the positions of their canvases.
+The rows with filters need the statistics of the whole row, and those with log-probabilities the
+tokens: both are projected again. Statistics are scattered to the positions of their canvases.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from vllm_diffusion.sampling.row_adjustments import ConstraintTensors
 from vllm_diffusion.sampling.used_settings import UsedSettings
 from vllm_diffusion.sampling.vocabulary_stream import sample_rows
 
-# (soft embeddings [num_rows, hidden_size] float32, slot [num_rows], position [num_rows]) -> kept for
-# self-conditioning.
+# (soft embeddings [num_rows, hidden_size] float32, slot [num_rows], position [num_rows]) -> kept
+# for self-conditioning.
 StoreSoftEmbeds = Callable[[Tensor, Tensor, Tensor], None]
 
 
@@ -209,7 +210,8 @@ class PassParts:
         return self._canvas_step(self.statistics.of_slots, self._pass_rows.of_slots)
 
     def _logits_again(self, some: SelectedRows, rows: Tensor, used: UsedSettings) -> RowLogits:
-        """Project rows of the pass again, onto all ids of this rank that some row may draw or report.
+        """Project rows of the pass again, onto all ids of this rank that some row may draw or
+        report.
 
         Args:
             some: Which they are.

@@ -49,7 +49,9 @@ class SelectedRows:
         self._num_computed = num_computed
 
     def committed(self) -> Tensor:
-        """[n], bool: rows of canvases that the pass commits, where one of them draws the next one's first token."""
+        """[n], bool: rows of canvases that the pass commits, where one of them draws the next one's
+        first token.
+        """
         return self._slots.seeds_next[self.slot]
 
     def seeding(self) -> Tensor:
@@ -68,9 +70,9 @@ class SelectedRows:
 class PassSettings:
     """Settings of the requests, by slot and for the rows that :meth:`PassRows.lay_out` laid out.
 
-    vLLM's own states take them from a request, and rotate among several buffers of the host. Graphs need
-    fixed addresses, so the values are copied to fixed tensors when a request comes. R is the number of
-    slots.
+    vLLM's own states take them from a request, and rotate among several buffers of the host. Graphs
+    need fixed addresses, so the values are copied to fixed tensors when a request comes. R is the
+    number of slots.
 
     Attributes:
         states: vLLM's sampling states; the host reads its NumPy side.
@@ -269,8 +271,8 @@ class PassSettings:
     def reported_temperature(self, slot: Tensor) -> Tensor:
         """[n], float32: divisor of reported logits.
 
-        A read-only canvas reports the model's own distribution, at temperature 1; so do the rows that verify
-        a draft, as those of an autoregressive server.
+        A read-only canvas reports the model's own distribution, at temperature 1; so do the rows
+        that verify a draft, as those of an autoregressive server.
 
         Args:
             slot: [n], int64, of the rows.

@@ -33,8 +33,8 @@ class ConstraintTensors:
     R is the number of slots, N the most rows of a pass.
 
     Attributes:
-        rows: [N, 3], int32: the only token of a row; the row of ``masks`` with the tokens that it may
-            draw; 1 where its next step starts without a self-conditioning signal.
+        rows: [N, 3], int32: the only token of a row; the row of ``masks`` with the tokens that it
+            may draw; 1 where its next step starts without a self-conditioning signal.
         masks: [R, ceil(vocab_size / 32)], int32: a bit for each token that may be drawn in a row.
     """
 
@@ -112,7 +112,8 @@ class ConstraintTensors:
 
 
 _FORBIDDEN = float("-inf")
-# Entries of a list, with the last that ends it: at most 1,024 biases and 128 end tokens (``requests/validation.py``).
+# Entries of a list, with the last that ends it: at most 1,024 biases and 128 end tokens
+# (``requests/validation.py``).
 _LIST_LENGTH = 2048
 # Lists of a slot.
 _ALWAYS, _EARLY, _READABLE, _BOOSTED = range(4)
@@ -329,7 +330,9 @@ class RowAdjustments:
         return UsedSettings(lists=lists, penalties=True, pins=True, num_masks=num_masks)
 
     def place_thought_ends(self) -> None:
-        """Put the boosted token of each slot, and its offset, where the rows of the pass read them."""
+        """Put the boosted token of each slot, and its offset, where the rows of the pass read
+        them.
+        """
         ends = self._thought_ends
         if ends is not None and ends.is_used:
             ends.update()

@@ -1,9 +1,12 @@
-"""The token that ends a thought, made likelier as an answer grows: iLLaDA's ``end_think_logit_boost``.
+"""The token that ends a thought, made likelier as an answer grows: iLLaDA's
+``end_think_logit_boost``.
 
-At the first mask of the block, the logit of the token that goes on with the end of a thought (``</think>``) grows by
-``boost * (tokens so far / max_tokens) ** power``, until the answer has that end.
+At the first mask of the block, the logit of the token that goes on with the end of a thought
+(``</think>``) grows by ``boost * (tokens so far / max_tokens) ** power``, until the answer has that
+end.
 
-Source: ``apply_end_think_logit_boost`` of the publisher's ``generate.py``, as found in a public copy.
+Source: ``apply_end_think_logit_boost`` of the publisher's ``generate.py``, as found in a public
+copy.
 """
 
 from __future__ import annotations

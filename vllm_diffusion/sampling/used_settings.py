@@ -14,15 +14,16 @@ class UsedSettings:
     """Settings beyond temperatures and seeds that a pass uses, known on the host.
 
     Attributes:
-        lists: Lists of adjustments: of requests with a bias, allowed tokens or a least number of tokens.
+        lists: Lists of adjustments: of requests with a bias, allowed tokens or a least number of
+            tokens.
         penalties: True if some request has a penalty.
         pins: True if there are constraints.
         num_masks: How many of their masks are used.
-        filtered: [num_filtered], int64, ascending: rows with filters, or whose margin is judged; ``None`` if
-            there are none.
+        filtered: [num_filtered], int64, ascending: rows with filters, or whose margin is judged;
+            ``None`` if there are none.
         filters: [R] each, filters that some of these rows have.
-        reported: [num_reported], int64, ascending: rows with log-probabilities; ``None`` if there are
-            none.
+        reported: [num_reported], int64, ascending: rows with log-probabilities; ``None`` if there
+            are none.
         num_top: Most likeliest tokens that one of these rows reports.
         num_named: Most ids that one of their requests names to be reported.
         reads_some: True if some read-only canvas reports a few ids alone.

@@ -4,7 +4,8 @@ Logits exist for one tile only: it is projected, its statistics are taken, the p
 embedding grows by the tile's embedding rows, and the next tile is projected over it. Each
 tensor-parallel rank does that with its own ids, and the ranks combine seven numbers a row and the
 embedding. Rows whose settings need a second look at their logits (top-k, top-p, min-p,
-log-probabilities) are projected again, a canvas at a time: see :mod:`vllm_diffusion.sampling.pass_parts`.
+log-probabilities) are projected again, a canvas at a time: see
+:mod:`vllm_diffusion.sampling.pass_parts`.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from vllm_diffusion.decoding.statistics import PositionStatistics
 from vllm_diffusion.sampling.choices import NamedLogits, RunningChoices
 from vllm_diffusion.sampling.output_head import OutputHead
 
-# Ids of a tile, on a CPU and on a GPU. Measured as a graph on an H100, at a hidden size of 2816 in bf16, of
-# tiles of 4096, 8192, 16384 and 32768 ids (docs/develop/gpu-figures.md): one canvas of 256 rows takes 2.38,
-# 2.09, 1.94 and 1.79 ms, 8 take 13.3, 11.7, 11.2 and 11.4, and 32 take 47.3, 46.4, 44.9 and 44.7. What one tile's
-# logits hold grows with it: at the last, half a byte for each logit of the pass.
+# Ids of a tile, on a CPU and on a GPU. Measured as a graph on an H100, at a hidden size of 2816 in
+# bf16, of tiles of 4096, 8192, 16384 and 32768 ids (docs/develop/gpu-figures.md): one canvas of 256
+# rows takes 2.38, 2.09, 1.94 and 1.79 ms, 8 take 13.3, 11.7, 11.2 and 11.4, and 32 take 47.3, 46.4,
+# 44.9 and 44.7. What one tile's logits hold grows with it: at the last, half a byte for each logit
+# of the pass.
 TILE, TILE_ON_GPU = 4096, 32768
 
 
@@ -54,8 +56,9 @@ def sample_rows(
         num_likeliest: Likeliest tokens that the decoding rule looks at, of every row.
         tile_size: Ids of a tile, a multiple of 4; ``None`` for what suits the device.
         named_tokens: Tokens whose probabilities the decoding rule needs, of every row.
-        allowed_ids: The only ids that ``adjustments`` leave some row; ``None`` for all. A tile without
-            one of them adds nothing to any sum, so that none is projected and no bit changes.
+        allowed_ids: The only ids that ``adjustments`` leave some row; ``None`` for all. A tile
+            without one of them adds nothing to any sum, so that none is projected and no bit
+            changes.
 
     Returns:
         Statistics of the rows; ``margin`` is of rows that are looked at again.

@@ -121,8 +121,8 @@ class CanvasScheduling(Scheduler):
     def add_request(self, request: Request) -> None:
         params = request.sampling_params
         if params is not None and params.seed is None:
-            # Each tensor-parallel rank draws the canvases from this seed. Several answers to one prompt
-            # may share their parameters, so these are copied.
+            # Each tensor-parallel rank draws the canvases from this seed. Several answers to one
+            # prompt may share their parameters, so these are copied.
             request.sampling_params = copy.copy(params)
             request.sampling_params.seed = int(self._seeds.integers(2**63))
         if arguments_of(params).read_only:
@@ -159,9 +159,9 @@ class CanvasScheduling(Scheduler):
     ) -> int:
         """Return the number of rows that a request runs: the last step before blocks are allocated.
 
-        A slice of a canvas would be denoised as if the rest did not exist, so a canvas runs whole or
-        waits for a pass with room. The stock scheduler does not count the canvas after the end of
-        a prompt, so the budget is kept here as well.
+        A slice of a canvas would be denoised as if the rest did not exist, so a canvas runs whole
+        or waits for a pass with room. The stock scheduler does not count the canvas after the end
+        of a prompt, so the budget is kept here as well.
         """
         num_new_tokens = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens
@@ -182,8 +182,9 @@ class CanvasScheduling(Scheduler):
     def _release_pictures(self, first: Request) -> None:
         """Let the encoder's cache evict what other requests hold in it.
 
-        A request whose block ends within a picture holds that one, and may wait for the next one of the same block.
-        Several would wait for one another. What is evicted is encoded again for the block that needs it.
+        A request whose block ends within a picture holds that one, and may wait for the next one of
+        the same block. Several would wait for one another. What is evicted is encoded again for the
+        block that needs it.
 
         Args:
             first: Request that the next pass gives room.
@@ -348,8 +349,8 @@ class CanvasScheduling(Scheduler):
     def _connector_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """Offer final keys and values alone: by computed tokens, and by blocks that have a hash.
 
-        The rows of a canvas in flight are noise, and so are those of an answer's last canvas that is not
-        encoded.
+        The rows of a canvas in flight are noise, and so are those of an answer's last canvas that
+        is not encoded.
         """
         if self.connector is not None:
             num_final = request.num_computed_tokens - request.num_in_flight_tokens
@@ -387,8 +388,9 @@ class AsyncCanvasScheduler(CanvasScheduling, DiffusionAsyncScheduler):
     """Asynchronous scheduler: the next pass is scheduled while this one runs.
 
     The step that converges is not known in time, so the next pass over the same rows encodes the
-    canvas and emits it, the last one too. A whole sequence has nothing to encode: there the step that
-    decides a block emits it, and the next pass, of the same rows, goes on with the block after it.
+    canvas and emits it, the last one too. A whole sequence has nothing to encode: there the step
+    that decides a block emits it, and the next pass, of the same rows, goes on with the block after
+    it.
     """
 
     is_async = True
@@ -410,7 +412,8 @@ class AsyncCanvasScheduler(CanvasScheduling, DiffusionAsyncScheduler):
 
     @contextmanager
     def _computing_anew(self) -> Iterator[None]:
-        """While a pass is scheduled that begins at position 0 again, as each does over a whole sequence.
+        """While a pass is scheduled that begins at position 0 again, as each does over a whole
+        sequence.
 
         The stock code takes the rows in flight for computed, and would give memory to as many more.
         """

@@ -4,10 +4,10 @@ A grammar is a machine that reads tokens from left to right; a canvas is written
 The two meet at the frontier, the first position that is not settled yet: the tokens before it are
 pinned, only tokens that the grammar allows there may be drawn at it, and the rest is free. When the
 model repeats its canvas (or reaches the step cap) without satisfying the constraint, its valid
-prefix is pinned, the frontier moves after it, and what follows is denoised anew. The frontier
-moves by at least one position each time, so a canvas always comes to an end; past the step cap it
-moves in every step. A canvas is committed only in a step that repeats what was found valid. Where
-no token at all may follow what is settled, or only others than the one that the request itself holds
+prefix is pinned, the frontier moves after it, and what follows is denoised anew. The frontier moves
+by at least one position each time, so a canvas always comes to an end; past the step cap it moves
+in every step. A canvas is committed only in a step that repeats what was found valid. Where no
+token at all may follow what is settled, or only others than the one that the request itself holds
 there (``diffusion_pinned``), :class:`DeadEndError` is raised, and the request ends.
 
 The scheduler, which owns the grammars, decides all this from the canvas of the previous step;
@@ -132,8 +132,9 @@ class ConstrainedCanvas:
         Args:
             request: The engine's request.
             manager: The scheduler's ``EngineGrammars``, which own the compiled grammar.
-            held: Positions of the first canvas whose token the request brings and no step changes, counted
-                from the first that is no known token, to the position that the request named.
+            held: Positions of the first canvas whose token the request brings and no step changes,
+                counted from the first that is no known token, to the position that the request
+                named.
         """
         assert request.sampling_params is not None
         self._request = request
@@ -183,7 +184,8 @@ class ConstrainedCanvas:
             max_steps: The request's step cap; from there on the frontier moves in every step.
 
         Raises:
-            DeadEndError: If no token may stand at the frontier, or not the one that the request holds there.
+            DeadEndError: If no token may stand at the frontier, or not the one that the request
+                holds there.
         """
         num_needed = width
         if self._params.max_tokens is not None:

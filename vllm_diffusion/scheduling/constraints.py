@@ -96,7 +96,9 @@ class Constraints(SchedulerFeature):
             scheduler.waiting.add_request(request)
 
     def message(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """Make the constraints for the canvases of a pass from the argmax canvases of the last one."""
+        """Make the constraints for the canvases of a pass from the argmax canvases of the last
+        one.
+        """
         constraints: dict[str, CanvasConstraint] = {}
         for request_id, tokens in scheduler_output.scheduled_spec_decode_tokens.items():
             canvas = self._canvases.get(request_id)

@@ -1,7 +1,8 @@
-"""Answers without a token before their end: counted, reported once and, with ``never_empty``, prevented.
+"""Answers without a token before their end: counted, reported once and, with ``never_empty``,
+prevented.
 
-To prevent them a request gets what clients have for it: a ``min_tokens`` of 1 and, where the server knows what ends a
-thought, bad words of that end with an end token after it.
+To prevent them a request gets what clients have for it: a ``min_tokens`` of 1 and, where the server
+knows what ends a thought, bad words of that end with an end token after it.
 """
 
 from __future__ import annotations

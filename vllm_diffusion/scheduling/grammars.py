@@ -1,7 +1,9 @@
-"""Grammars of an engine's requests: vLLM's manager with a back end for each request, and llguidance for it.
+"""Grammars of an engine's requests: vLLM's manager with a back end for each request, and llguidance
+for it.
 
-llguidance compiles lazily: a schema takes milliseconds at a vocabulary of 262,144 where xgrammar may take
-seconds, and the length of a string costs it nothing. xgrammar compiles structural tags and EBNF.
+llguidance compiles lazily: a schema takes milliseconds at a vocabulary of 262,144 where xgrammar
+may take seconds, and the length of a string costs it nothing. xgrammar compiles structural tags and
+EBNF.
 """
 
 from __future__ import annotations
@@ -120,7 +122,8 @@ class Guidance(GuidanceBackend):
 class GuidedText(StructuredOutputGrammar):
     """A request's text up to now, as llguidance reads it, and whether the text has ended.
 
-    Any end token of the request ends it where the grammar is satisfied; llguidance knows one of them.
+    Any end token of the request ends it where the grammar is satisfied; llguidance knows one of
+    them.
     """
 
     def __init__(self, matcher: Any, ends: frozenset[int], marks: frozenset[int]) -> None:
@@ -128,7 +131,8 @@ class GuidedText(StructuredOutputGrammar):
 
         Args:
             matcher: llguidance's ``LLMatcher``.
-            ends: Token ids that end the request; before the grammar is satisfied it may have none of them.
+            ends: Token ids that end the request; before the grammar is satisfied it may have none
+                of them.
             marks: These, and the token ids that end a text for llguidance.
         """
         self._matcher = matcher
@@ -201,7 +205,9 @@ def _set_bits(row: np.ndarray, tokens: Collection[int], value: bool) -> None:
 
 
 def _ll_tokenizer(tokenizer: Any, vocab_size: int) -> Any:
-    """Make llguidance's tokenizer; of one that is written in Python, from the bytes of its tokens."""
+    """Make llguidance's tokenizer; of one that is written in Python, from the bytes of its
+    tokens.
+    """
     if GuidanceBackend.is_tokenizer_supported(tokenizer):
         return GuidanceBackend._build_ll_tokenizer(tokenizer, vocab_size)
     from llguidance import LLTokenizer

@@ -1,8 +1,9 @@
 """Hashes of cache blocks that may end within a block of the model.
 
-Tokens of a block attend to one another, so keys and values depend on all tokens of their block. vLLM's hash of a
-cache block holds the tokens up to its end, which is not enough where blocks are counted from the end of the prompt:
-the rest of the last block, and where blocks begin, belong to it.
+Tokens of a block attend to one another, so keys and values depend on all tokens of their block.
+vLLM's hash of a cache block holds the tokens up to its end, which is not enough where blocks are
+counted from the end of the prompt: the rest of the last block, and where blocks begin, belong to
+it.
 """
 
 from __future__ import annotations

@@ -18,8 +18,9 @@ _BACKEND = "vllm_diffusion.attention.backend.CanvasAttentionBackend"
 def register_attention() -> None:
     """Put our back end into vLLM's slot for out-of-tree ones, unless another plugin's is there.
 
-    Every process that builds a model must call this: the configuration travels to engines and workers,
-    but the registry does not. Other models never see the slot, since nothing but its name leads to it.
+    Every process that builds a model must call this: the configuration travels to engines and
+    workers, but the registry does not. Other models never see the slot, since nothing but its name
+    leads to it.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -35,8 +36,8 @@ def choose_attention(chosen: AttentionBackendEnum | None, setting: str) -> Atten
         setting: The setting ``attention``.
 
     Raises:
-        ValueError: If the requested back end cannot, if it contradicts the setting ``attention``, or
-            if another plugin took our back end's slot.
+        ValueError: If the requested back end cannot, if it contradicts the setting ``attention``,
+            or if another plugin took our back end's slot.
     """
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum

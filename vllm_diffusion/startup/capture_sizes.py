@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 # Beyond this many canvases a launch costs nothing next to the work it starts.
 MAX_CANVASES = 64
-# Up to here every count has a graph of the backbone; above, every second, and the runner pads: by one
-# canvas in 17 at most.
+# Up to here every count has a graph of the backbone; above, every second, and the runner pads: by
+# one canvas in 17 at most.
 MAX_EXACT = 16
 # Rows of a tile of a matrix product, which takes as long with fewer. Passes of short canvases are
 # padded to whole ones.
@@ -28,8 +28,8 @@ def canvas_counts(canvas_length: int, most: int) -> list[int]:
 def capture_sizes(canvas_length: int, max_num_seqs: int, max_num_batched_tokens: int) -> list[int]:
     """Rows of the passes that vLLM is to capture.
 
-    Whole canvases of 1 to ``max_num_seqs`` requests, and up to twice as many where finished canvases
-    are encoded in the same pass. Short prompts take the smallest of them.
+    Whole canvases of 1 to ``max_num_seqs`` requests, and up to twice as many where finished
+    canvases are encoded in the same pass. Short prompts take the smallest of them.
 
     Args:
         canvas_length: Rows of a canvas.
@@ -43,7 +43,8 @@ def capture_sizes(canvas_length: int, max_num_seqs: int, max_num_batched_tokens:
 def choose_capture_sizes(
     compilation: CompilationConfig, scheduler: SchedulerConfig, canvas_length: int
 ) -> list[int] | None:
-    """Return the rows of passes that vLLM captures: whole canvases, where the operator names no sizes.
+    """Return the rows of passes that vLLM captures: whole canvases, where the operator names no
+    sizes.
 
     By itself it stops at 512 rows (1,024 on SM100), which is two canvases of 256.
 

@@ -80,7 +80,8 @@ class PublishedRule:
         rule: Factory of the rule; for a masked family its argument is the mask token.
         settings: Settings published with the checkpoints, by name.
         layout: Layout of canvases with this rule; ``None`` for the family's own.
-        draft_length: Positions of a draft, where canvases are drafts; ``None`` for the checkpoint's canvas.
+        draft_length: Positions of a draft, where canvases are drafts; ``None`` for the checkpoint's
+            canvas.
     """
 
     rule: Callable[..., DecodingRule]
@@ -102,8 +103,8 @@ class BlockDiffusionEngineConfig:
     # True if vLLM has a class of its own for the architecture; ``None`` before registration.
     is_in_vllm: ClassVar[bool | None] = None
 
-    # Functions of folders that import this one, which the plugin puts here: what guards a server's paths
-    # and what an API process needs for canvases. Each is safe to call twice.
+    # Functions of folders that import this one, which the plugin puts here: what guards a server's
+    # paths and what an API process needs for canvases. Each is safe to call twice.
     guard_server: ClassVar[Callable[[], None]] = staticmethod(lambda: None)
     install_api: ClassVar[Callable[[], None]] = staticmethod(lambda: None)
 
@@ -140,7 +141,9 @@ class BlockDiffusionEngineConfig:
 
     @classmethod
     def apply_autoregressive_defaults(cls, vllm_config: VllmConfig) -> None:
-        """Apply what vLLM chooses for the architecture whose weights the autoregressive mode runs."""
+        """Apply what vLLM chooses for the architecture whose weights the autoregressive mode
+        runs.
+        """
 
     @classmethod
     def default_max_num_seqs(cls, scheduler: SchedulerConfig, most: int, length: int) -> int:
@@ -162,7 +165,8 @@ class BlockDiffusionEngineConfig:
         Args:
             model_config: Configuration of the checkpoint.
             settings: The operator's.
-            canvases: Positions of a canvas at most, and the step cap that the operator sets, if any.
+            canvases: Positions of a canvas at most, and the step cap that the operator sets, if
+                any.
         """
         raise NotImplementedError
 
@@ -265,7 +269,8 @@ class BlockDiffusionEngineConfig:
             )
         plan = model_config.diffusion
         is_causal = plan.settings.rule == AUTOREGRESSIVE and plan.settings.rules is None
-        # By the setting ``rule`` vLLM serves an ordinary causal model; a request may choose it beside canvases.
+        # By the setting ``rule`` vLLM serves an ordinary causal model; a request may choose it
+        # beside canvases.
         if is_causal and cls.has_autoregressive_mode:
             _serve_autoregressively(vllm_config)
             cls.apply_autoregressive_defaults(vllm_config)
@@ -283,7 +288,8 @@ class BlockDiffusionEngineConfig:
 
     @classmethod
     def _plan_canvases(cls, plan: DiffusionPlan, vllm_config: VllmConfig) -> DiffusionPlan:
-        """Decide how canvases are served, and write into the configuration what vLLM has fields for.
+        """Decide how canvases are served, and write into the configuration what vLLM has fields
+        for.
 
         Args:
             plan: Plan with the operator's settings and limits.
@@ -331,8 +337,8 @@ class BlockDiffusionEngineConfig:
         if spec.layout.has_spans:
             choose_encoder_room(model_config, scheduler, length)
         check_options(vllm_config)
-        # Where an image's rows attend to one another in both directions, they must be in one pass. Elsewhere
-        # a pass ends with a block, not before an image.
+        # Where an image's rows attend to one another in both directions, they must be in one pass.
+        # Elsewhere a pass ends with a block, not before an image.
         scheduler.disable_chunked_mm_input = model_config.is_mm_prefix_lm
         scheduler.scheduler_cls = scheduler.scheduler_cls or SCHEDULER
         if scheduler.async_scheduling is None:
@@ -369,7 +375,8 @@ class MaskedEngineConfig(BlockDiffusionEngineConfig):
         block_length: Positions of a block if ``config.json`` has no length.
         block_length_key: Key of the block length in ``config.json``.
         layout: Layout of its canvases in a sequence.
-        end_texts: Tokens at which the published loop ends an answer by itself, whatever the checkpoint's files name.
+        end_texts: Tokens at which the published loop ends an answer by itself, whatever the
+            checkpoint's files name.
     """
 
     mask_token_id: ClassVar[int]

@@ -1,7 +1,7 @@
 """How the engine's process ends, and what its command prints then.
 
-vLLM's command does not learn why a process of its engine ended. Such a process leaves its refusal in a file, and
-the command prints it as one line, after what vLLM prints of it.
+vLLM's command does not learn why a process of its engine ended. Such a process leaves its refusal
+in a file, and the command prints it as one line, after what vLLM prints of it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def _not_collecting(stock: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def end_quietly() -> None:
-    """Let a server end its engine without an error: none in its log, and a 503 for requests that come late.
+    """Let a server end its engine without an error: none in its log, and a 503 for requests that
+    come late.
 
     This is safe to call twice.
     """
@@ -105,8 +106,8 @@ def _ending_quietly(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 def _refuse_when_stopping(*_: Any) -> NoReturn:
     """Answer 503 to a request that comes while the server is being stopped.
 
-    vLLM prepares a prompt in threads that it ends before anything else; the ended ones raise an error of Python's,
-    which would be a 500 with a trace in the log.
+    vLLM prepares a prompt in threads that it ends before anything else; the ended ones raise an
+    error of Python's, which would be a 500 with a trace in the log.
     """
     from vllm.exceptions import RetryableRequestError
 
@@ -164,7 +165,9 @@ def refusal_in(error: BaseException) -> str | None:
 
 
 def refusal_path() -> Path | None:
-    """Return the file where processes of the engine leave a refusal, if this process would print it."""
+    """Return the file where processes of the engine leave a refusal, if this process would print
+    it.
+    """
     if not _is_installed:
         return None
     path = _path()
@@ -177,8 +180,8 @@ def refusal_path() -> Path | None:
 def leave(path: Path | None, refusal: str) -> None:
     """Leave a refusal for the command that started this process of the engine, on the same machine.
 
-    vLLM's log lines about the exception that follows have no trace then, nor what Python prints of a
-    child process that ends with it.
+    vLLM's log lines about the exception that follows have no trace then, nor what Python prints of
+    a child process that ends with it.
 
     Args:
         path: The plan's ``refusal_path``.
@@ -215,7 +218,9 @@ def leaving(path: Path | None) -> Iterator[None]:
 
 
 def _without_trace(refusal: str, record: logging.LogRecord) -> bool:
-    """Take the trace from a log line about a refusal, whose message the command prints; keep the line."""
+    """Take the trace from a log line about a refusal, whose message the command prints; keep the
+    line.
+    """
     error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
     if error is not None and refusal in str(error):
         record.exc_info = record.exc_text = None

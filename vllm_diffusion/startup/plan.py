@@ -1,4 +1,6 @@
-"""What a start decides about a diffusion model, on which the API process, the engine and its workers agree."""
+"""What a start decides about a diffusion model, on which the API process, the engine and its
+workers agree.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,8 @@ class DiffusionPlan:
 
         Args:
             is_async: vLLM's ``async_scheduling``, which it may decide after the plan is made.
-            spec: Description of the canvas, where requests choose their way; ``None`` for the plan's own.
+            spec: Description of the canvas, where requests choose their way; ``None`` for the
+                plan's own.
         """
         spec = spec or self.spec
         assert spec is not None
@@ -65,7 +68,8 @@ class DiffusionPlan:
 
 
 def plan_of(vllm_config: VllmConfig) -> DiffusionPlan:
-    """Return the plan of a model; for one that is not ours, the operator's settings and no canvases.
+    """Return the plan of a model; for one that is not ours, the operator's settings and no
+    canvases.
 
     Raises:
         ValueError: If a setting of such a model is malformed.

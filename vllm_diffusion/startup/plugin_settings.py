@@ -27,9 +27,10 @@ class PluginSettings:
         attention: Implementation of :func:`attention_kernels.canvas_attention`: ``"auto"``,
             ``"reference"``, ``"triton"`` or ``"cute"``.
         rule: Name of the model's decoding rule; ``None`` for the checkpoint's own.
-        rules: Names of the rules that requests may choose from by ``diffusion_rule``; ``"all"`` for all of the model's ways,
-            ``None`` for none but ``rule``.
-        draft_length: Positions of a draft of the rule ``linear_spec``, its certain first one among them.
+        rules: Names of the rules that requests may choose from by ``diffusion_rule``; ``"all"`` for
+            all of the model's ways, ``None`` for none but ``rule``.
+        draft_length: Positions of a draft of the rule ``linear_spec``, its certain first one among
+            them.
         draft_steps: Steps of such a draft.
         preset: Name of a set of settings of the rule, for settings that are not set by themselves.
         converge_at_end: True to judge a canvas by its positions up to its first end token only,

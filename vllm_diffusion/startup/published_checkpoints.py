@@ -1,4 +1,6 @@
-"""Published checkpoints that are served: ``families/checkpoints.toml``, read for a command and a page."""
+"""Published checkpoints that are served: ``families/checkpoints.toml``, read for a command and a
+page.
+"""
 
 from __future__ import annotations
 

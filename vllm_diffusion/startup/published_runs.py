@@ -73,7 +73,8 @@ def sampling_changes(
     Args:
         served: Default values of requests; those left out are vLLM's neutral ones.
         wanted: Values of a published run, likewise.
-        judges_filtered: True if the rule judges by filters at temperature 0 too, where others have no use for them.
+        judges_filtered: True if the rule judges by filters at temperature 0 too, where others have
+            no use for them.
     """
     served, wanted = NEUTRAL | dict(served), NEUTRAL | dict(wanted)
     if wanted["temperature"] == 0 and not judges_filtered:
@@ -131,7 +132,9 @@ def log_differences(
 
 
 def warn_of_one_a_pass(chosen: PluginSettings, spec: CanvasSpec) -> None:
-    """Warn where the checkpoint's own settings decide one token a pass, with those that decide more."""
+    """Warn where the checkpoint's own settings decide one token a pass, with those that decide
+    more.
+    """
     length = spec.block_length({})
     faster = spec.rule.faster(spec.settings, spec.max_denoising_steps, length)
     if not faster or faster.keys() & chosen.of_rule.keys():

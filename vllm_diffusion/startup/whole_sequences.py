@@ -53,7 +53,8 @@ class WholeSequenceEngineConfig(MaskedEngineConfig):
             model_config.max_model_len = most
         compilation = vllm_config.compilation_config
         if compilation.cudagraph_mode != CUDAGraphMode.NONE:
-            # Attention reads how long each sequence is; the rest is the same for any that fill the rows.
+            # Attention reads how long each sequence is; the rest is the same for any that fill the
+            # rows.
             compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
         model_config.hf_config.canvas_length = model_config.max_model_len
         super().apply_stock_defaults(vllm_config)

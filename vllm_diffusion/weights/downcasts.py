@@ -1,4 +1,6 @@
-"""One line of the log for all tensors of a checkpoint that are served in another dtype than theirs."""
+"""One line of the log for all tensors of a checkpoint that are served in another dtype than
+theirs.
+"""
 
 from __future__ import annotations
 

@@ -65,7 +65,9 @@ def fp8_tensors(
 
 
 def nvfp4_tensors(shape: Shape, names: tuple[str, str, str, str | None]) -> dict[str, Spec]:
-    """Return the tensors of an NVFP4 module: weight, group scales, global scales (the input's if any)."""
+    """Return the tensors of an NVFP4 module: weight, group scales, global scales (the input's if
+    any).
+    """
     out_size, in_size = shape
     weight, group_scales, weight_scale, input_scale = names
     tensors: dict[str, Spec] = {
@@ -77,7 +79,8 @@ def nvfp4_tensors(shape: Shape, names: tuple[str, str, str, str | None]) -> dict
 
 
 def matches(method: str, entry: str, names: tuple[str, ...]) -> bool:
-    """Return true if an entry of the lists of ``method`` matches any of a module's names, as in vLLM.
+    """Return true if an entry of the lists of ``method`` matches any of a module's names, as in
+    vLLM.
 
     Modelopt's are wildcards or parts of a name.
     """
@@ -124,7 +127,8 @@ _WITHOUT_EMULATION = ("awq", "fp_quant", "gptq", "mxfp4")
 
 
 def without_emulation(settings: dict[str, Any]) -> str | None:
-    """Return the name of a format that the CPU platform has no arithmetic for, or ``None`` if none is known.
+    """Return the name of a format that the CPU platform has no arithmetic for, or ``None`` if none
+    is known.
 
     Args:
         settings: As for :func:`read_format`, which has found no fault in them.
@@ -275,7 +279,9 @@ def _refused(name: str, value: object, reason: str) -> ValueError:
 
 
 def _modelopt_section(settings: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return the fields of modelopt's own file or of ``config.json``, and what precedes their names."""
+    """Return the fields of modelopt's own file or of ``config.json``, and what precedes their
+    names.
+    """
     if "quantization" in settings:
         return _mapping("quantization", settings["quantization"]), "quantization."
     return settings, ""

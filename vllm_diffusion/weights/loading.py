@@ -1,10 +1,11 @@
 """Checks of a checkpoint's tensors while vLLM's loader puts them into the model.
 
 What a tensor must be is known where it is loaded: vLLM's layers give each parameter a function, its
-``weight_loader``, which is handed every tensor that belongs there, with the part of the parameter that the
-tensor is. Here these functions are watched. What was never handed over is missing; a tensor that does not
-fit, that would be cut, or that differs from another one of the same place, is refused by its name and file.
-vLLM itself notices a missing matrix only if the whole parameter is missing and the model is not quantised.
+``weight_loader``, which is handed every tensor that belongs there, with the part of the parameter
+that the tensor is. Here these functions are watched. What was never handed over is missing; a
+tensor that does not fit, that would be cut, or that differs from another one of the same place, is
+refused by its name and file. vLLM itself notices a missing matrix only if the whole parameter is
+missing and the model is not quantised.
 """
 
 from __future__ import annotations
@@ -229,7 +230,9 @@ class CheckedLoading:
             )
 
     def _empty(self) -> list[Place]:
-        """List buffers of layers that have some by the model's ``loaded_buffers``, of which none was loaded."""
+        """List buffers of layers that have some by the model's ``loaded_buffers``, of which none
+        was loaded.
+        """
         buffers: defaultdict[int, list[Place]] = defaultdict(list)
         for place in self._places.values():
             if place.end in getattr(self._model, "loaded_buffers", ()):
@@ -261,7 +264,9 @@ class CheckedLoading:
                 )
 
     def _stored_name(self, place: Place, part: Part) -> str:
-        """Return what a checkpoint calls a part, from the name of the same part in another layer."""
+        """Return what a checkpoint calls a part, from the name of the same part in another
+        layer.
+        """
         expert, shard = part
         layers = _NUMBER.findall(place.name)
         pattern = _NUMBER.sub("N", place.name)
@@ -314,8 +319,9 @@ def checked_loading(
 ) -> Iterator[Iterable[tuple[str, Tensor]]]:
     """Yield the tensors to load; check them if they are the first ones of a model.
 
-    Later ones are an update, which may be partial: of those it is checked that they are finite. A model
-    whose weights are made up has no first ones. Tensors of another dtype than the model's are counted in the log.
+    Later ones are an update, which may be partial: of those it is checked that they are finite. A
+    model whose weights are made up has no first ones. Tensors of another dtype than the model's are
+    counted in the log.
 
     Args:
         model: Model to load into, under ``with set_current_vllm_config``.

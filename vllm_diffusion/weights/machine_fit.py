@@ -1,4 +1,5 @@
-"""Check from the configuration and the files' headers alone that this machine can hold and run a checkpoint.
+"""Check from the configuration and the files' headers alone that this machine can hold and run a
+checkpoint.
 
 That a GPU is too small vLLM finds out in the engine's process, and ends with a stack trace.
 """
@@ -21,7 +22,8 @@ def check_platform(model: str, quantized: Format | None) -> None:
 
     Args:
         model: Name of the checkpoint.
-        quantized: Format of its weights; ``None`` for floats, and for a format that is not known here.
+        quantized: Format of its weights; ``None`` for floats, and for a format that is not known
+            here.
 
     Raises:
         ValueError: Naming the checkpoint, the platform and what can be served instead.

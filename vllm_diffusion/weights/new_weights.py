@@ -1,9 +1,10 @@
-"""New weights for a running server, by vLLM's own ways: what is not finite is refused before it is served.
+"""New weights for a running server, by vLLM's own ways: what is not finite is refused before it is
+served.
 
-``reload_weights`` reads a folder, whose files are checked before anything changes. Transfers (``nccl``, ``ipc``)
-call ``load_weights`` once for each part; a bad tensor is left out, and the update is refused when all of it has
-come: a trainer that broadcasts would otherwise wait for ever. Layers that are not complete by then keep
-what they had.
+``reload_weights`` reads a folder, whose files are checked before anything changes. Transfers
+(``nccl``, ``ipc``) call ``load_weights`` once for each part; a bad tensor is left out, and the
+update is refused when all of it has come: a trainer that broadcasts would otherwise wait for ever.
+Layers that are not complete by then keep what they had.
 """
 
 from __future__ import annotations
@@ -73,10 +74,11 @@ class FiniteWeights:
 
     @contextmanager
     def _one_refusal(self) -> Iterator[None]:
-        """Give layers that an error left without tensors theirs back; let the last rank alone report a refusal.
+        """Give layers that an error left without tensors theirs back; let the last rank alone
+        report a refusal.
 
-        vLLM reads the ranks' answers in order up to the first error, and would take those that are left for
-        answers to its next call.
+        vLLM reads the ranks' answers in order up to the first error, and would take those that are
+        left for answers to its next call.
         """
         worker: Any = self
         try:

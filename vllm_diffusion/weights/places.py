@@ -1,4 +1,6 @@
-"""Parameters of a model as places for the tensors of a checkpoint, with the parts that each joins."""
+"""Parameters of a model as places for the tensors of a checkpoint, with the parts that each
+joins.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,12 @@ from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 _NOT_STORED = ("input_scale_ub",)
 # As compressed-tensors and modelopt call them.
 _INPUT_SCALES = ("_input_global_scale", "_input_scale")
-# Shapes of packed weights, of compressed-tensors: vLLM has one place for those of all parts, and does not use them.
+# Shapes of packed weights, of compressed-tensors: vLLM has one place for those of all parts, and
+# does not use them.
 UNUSED = "weight_shape"
 
-# An expert of the model, and which of the matrices that a parameter joins; ``None`` for the whole parameter.
+# An expert of the model, and which of the matrices that a parameter joins; ``None`` for the whole
+# parameter.
 Part = tuple[int | None, Any]
 
 
@@ -121,14 +125,17 @@ class Place:
 
     def add(self, part: Part, name: str, loaded: Tensor) -> None:
         """Note that a tensor was loaded."""
-        # vLLM's experts for layouts that Marlin does not take hold as bytes what is stored as int32.
+        # vLLM's experts for layouts that Marlin does not take hold as bytes what is stored as
+        # int32.
         is_repacked = (
             loaded.dtype == torch.int32 and getattr(self.layer, self.end).dtype == torch.uint8
         )
         self.tensors[part] = (name, loaded.numel() * (4 if is_repacked else 1))
 
     def values(self, param: Tensor, part: Part) -> Tensor:
-        """Return a copy of what the place of a part holds, as bytes, which compare equal also where it is NaN."""
+        """Return a copy of what the place of a part holds, as bytes, which compare equal also where
+        it is NaN.
+        """
         held, (expert, _) = param.data, part
         if expert is not None and isinstance(self.layer, RoutedExperts):
             local = self.layer._map_global_expert_id_to_local_expert_id(expert)

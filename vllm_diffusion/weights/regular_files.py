@@ -103,8 +103,8 @@ def open_own(path: Path, flags: int = 0) -> int:
         A file descriptor.
 
     Raises:
-        OSError: If it cannot be opened, is a link or no regular file, belongs to another user than this
-            process's, or others may read it.
+        OSError: If it cannot be opened, is a link or no regular file, belongs to another user than
+            this process's, or others may read it.
     """
     flags |= os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:

@@ -1,4 +1,5 @@
-"""Rules for names and shapes of a checkpoint, which a family defines, and for what a quantised one ignores.
+"""Rules for names and shapes of a checkpoint, which a family defines, and for what a quantised one
+ignores.
 
 A model may use a tensor in two places, and a checkpoint may store it under either name; here it has
 one of them, the canonical name.
@@ -19,8 +20,8 @@ class TensorRules:
     """Base of a family's rules for the tensors of its checkpoints.
 
     Attributes:
-        unquantised: Ends of names of matrices that stay as they are in every format: embeddings, and
-            routers that vLLM gives no quantised form.
+        unquantised: Ends of names of matrices that stay as they are in every format: embeddings,
+            and routers that vLLM gives no quantised form.
         has_fused_experts: True if the trained model has a layer's experts as two parameters, and
             not as a module for each expert.
     """
@@ -41,7 +42,8 @@ class TensorRules:
         return (name,)
 
     def linear_modules(self, shapes: dict[str, Shape]) -> dict[str, Shape]:
-        """Return [out_features, in_features] of the modules that vLLM can quantise, by canonical name.
+        """Return [out_features, in_features] of the modules that vLLM can quantise, by canonical
+        name.
 
         Args:
             shapes: Shapes with split experts.

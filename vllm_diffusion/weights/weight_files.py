@@ -138,8 +138,9 @@ def largest_of(values: Tensor) -> Tensor:
             values = values.float()
         least, most = torch.aminmax(values)
         return torch.maximum(-least.double(), most.double())
-    # Read as integers its bits are ordered as magnitudes are, with the sign bit before them: the largest
-    # signed byte is a positive value's if there is any, the largest unsigned one a negative value's.
+    # Read as integers its bits are ordered as magnitudes are, with the sign bit before them: the
+    # largest signed byte is a positive value's if there is any, the largest unsigned one a negative
+    # value's.
     bits = values.view(torch.uint8)
     positive, negative = bits.view(torch.int8).max().clamp(min=0), bits.max()
     magnitudes = torch.stack(
@@ -177,7 +178,8 @@ def is_of_adapter(name: str) -> bool:
 
 
 def check_weight_files(model: str) -> None:
-    """Check that each file of the weights is there, by its header; do nothing if the checkpoint is not local.
+    """Check that each file of the weights is there, by its header; do nothing if the checkpoint is
+    not local.
 
     Raises:
         ValueError: Naming the file, what is wrong with it and what to do.
@@ -205,7 +207,8 @@ def check_weight_files(model: str) -> None:
 def choose_weight_files(vllm_config: VllmConfig) -> None:
     """Load the files that an index names, and warn of an adapter that is not loaded.
 
-    vLLM would load consolidated files before them, which Mistral's releases have under other names of tensors.
+    vLLM would load consolidated files before them, which Mistral's releases have under other names
+    of tensors.
     """
     load_config, folder = vllm_config.load_config, Path(vllm_config.model_config.model)
     if load_config.load_format == "auto" and (folder / INDEX).is_file():
@@ -221,14 +224,17 @@ def choose_weight_files(vllm_config: VllmConfig) -> None:
 
 
 def _pickled_files(directory: Path) -> list[Path]:
-    """List the pickled files of a checkpoint that may be weights; a trainer's own files are none."""
+    """List the pickled files of a checkpoint that may be weights; a trainer's own files are
+    none.
+    """
     files = sorted(path for end in PICKLED for path in directory.glob(f"*{end}"))
     weights = [path for path in files if not path.name.startswith(_OF_TRAINERS)]
     return [path for path in weights if path.name.startswith("pytorch_model")] or weights
 
 
 def conversion_command(directory: Path, files: list[Path]) -> str:
-    """Return a command that writes a safetensors file for each of these pickled ones, in the same folder.
+    """Return a command that writes a safetensors file for each of these pickled ones, in the same
+    folder.
 
     It loads nothing but tensors, and stores those that share memory separately.
     """

@@ -1,8 +1,8 @@
 """Folds what the splits of FlashAttention-4 found, with their log-sum-exps as weights.
 
 A program takes the splits of one row for some heads. FlashAttention-4 writes each split's output
-normalised, and where a split saw nothing of a row a log-sum-exp of -inf, next to which its output may
-be anything. Splits that a sequence does not use were not written at all.
+normalised, and where a split saw nothing of a row a log-sum-exp of -inf, next to which its output
+may be anything. Splits that a sequence does not use were not written at all.
 
 Legend: R heads of a row, D head size.
 """

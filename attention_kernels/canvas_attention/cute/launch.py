@@ -4,8 +4,8 @@ Compiles for Hopper and Blackwell and has never run on either: no test here exec
 kernels compute is checked through the arithmetic they share with the tests (``visibility.py``).
 
 A batch with too few query tiles for the GPU is cut into splits of its keys (``splits.py``), by
-FlashAttention-4's own means: each split is a program that writes its output and log-sum-exp in fp32.
-Which key tiles it walks is ours to say, and ``combine.py`` folds what they wrote.
+FlashAttention-4's own means: each split is a program that writes its output and log-sum-exp in
+fp32. Which key tiles it walks is ours to say, and ``combine.py`` folds what they wrote.
 """
 
 import functools

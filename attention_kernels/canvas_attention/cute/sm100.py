@@ -87,8 +87,8 @@ class CanvasAttentionSm100(CanvasKernel, FlashAttentionForwardSm100):
         )
         self.canvas_anchor = canvas_anchor
         if split:
-            # Stock's shares of the registers leave the softmax warps too few to compile with a window,
-            # and have those that write fp32 spill 1,360 bytes; with these it is 8.
+            # Stock's shares of the registers leave the softmax warps too few to compile with a
+            # window, and have those that write fp32 spill 1,360 bytes; with these it is 8.
             self.num_regs_softmax = 192
             self.num_regs_correction = 128
             self.num_regs_other = 96

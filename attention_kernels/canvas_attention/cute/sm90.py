@@ -1,4 +1,5 @@
-"""Canvas attention on Hopper: FlashAttention-4's SM90 kernel with the canvas rule, head 256 and 512.
+"""Canvas attention on Hopper: FlashAttention-4's SM90 kernel with the canvas rule, head 256 and
+512.
 
 Stands on the copy of FlashAttention-4 inside vLLM, since the public ``flash-attn-4`` ends at head
 size 256 there. One block of 64 or 128 (row, head of a group) pairs walks the key tiles its rows

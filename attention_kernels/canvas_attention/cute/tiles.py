@@ -50,7 +50,9 @@ class CanvasTileRange:
     def get_n_block_min_before_local_mask(
         self, seqlen_info: Any, m_block: Any, n_block_min: Any
     ) -> Any:
-        """Return the tile at which masking resumes: below it some row does not see a tile's start."""
+        """Return the tile at which masking resumes: below it some row does not see a tile's
+        start.
+        """
         whole = visibility(self, seqlen_info).first_whole_left(m_block, *self._cut())
         return cutlass.max(n_block_min, whole)
 
@@ -78,7 +80,9 @@ class Bookkeeping:
     def __init__(
         self, block_info: type, sequence: type, mask: type, canvas_mask: Callable[..., Any]
     ) -> None:
-        """Extend the classes of one copy of FlashAttention-4; its masks differ by GPU and come extended."""
+        """Extend the classes of one copy of FlashAttention-4; its masks differ by GPU and come
+        extended.
+        """
         self.block_info, self.sequence, self.mask = block_info, sequence, mask
         self.canvas_mask = canvas_mask
         anchor = [("canvas_anchor", bool, True)]
@@ -144,8 +148,8 @@ class CanvasKernel:
     ) -> None:
         """Launch for a batch; ``sequences`` is [2, num_seqs]: key counts over causal rows.
 
-        Of a kernel with splits ``out`` is [num_splits, num_tokens, num_q_heads, head_dim], fp32, and
-        ``lse`` [num_splits, num_q_heads, num_tokens], fp32; of others there is no ``lse``.
+        Of a kernel with splits ``out`` is [num_splits, num_tokens, num_q_heads, head_dim], fp32,
+        and ``lse`` [num_splits, num_q_heads, num_tokens], fp32; of others there is no ``lse``.
         """
         self.launch_stock(
             query,

@@ -86,8 +86,8 @@ class Visibility:
     ) -> tuple[Any, Any]:
         """Return the part of ``visited`` that one of ``num_splits`` walks; about even.
 
-        Empty, its end not after its start, in a split that the sequence does not use, and in some of
-        a tile with fewer key tiles than the sequence has splits.
+        Empty, its end not after its start, in a split that the sequence does not use, and in some
+        of a tile with fewer key tiles than the sequence has splits.
         """
         start, end = self.visited(tile, tile_m, tile_n, group)
         live = self.live_splits(num_splits)

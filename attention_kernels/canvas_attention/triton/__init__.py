@@ -2,8 +2,8 @@
 
 One program takes a tile of query rows of one sequence together with all query heads that share a
 key head, so that a key tile is read once for the whole group, and walks over the key tiles that
-some of its rows see. Scores never reach memory. Where a batch has too few programs for the GPU,
-the keys of a tile are cut into splits that run as programs of their own; each writes an unnormalised
+some of its rows see. Scores never reach memory. Where a batch has too few programs for the GPU, the
+keys of a tile are cut into splits that run as programs of their own; each writes an unnormalised
 fp32 partial (accumulator, row maximum, row sum), and a second kernel folds them in order. How many
 splits are launched follows from the rows of the batch and the window, so a graph that was captured
 for the longest context is cut as one for a short context; how many of them a tile uses, from its

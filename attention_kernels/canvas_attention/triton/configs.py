@@ -20,9 +20,9 @@ class TritonConfig:
 
 
 # Chosen without a GPU, from what the compiler reports (`python tests/kernels/test_ahead_of_time.py
-# sm_90`): the fewest estimated cycles a key, issued or of tensor cores, within the chip's shared memory
-# and without spills (that file names one that spills, with a shorter loop). Keyed by
-# chip, then by the padded head size; smaller heads take the entry of 64.
+# sm_90`): the fewest estimated cycles a key, issued or of tensor cores, within the chip's shared
+# memory and without spills (that file names one that spills, with a shorter loop). Keyed by chip,
+# then by the padded head size; smaller heads take the entry of 64.
 _CONFIGS = {
     # 163 KB of shared memory.
     "sm_80": {
@@ -51,9 +51,9 @@ _CONFIGS = {
         128: TritonConfig(128, 64, 8, 2),
         # A warp group for each half of the rows: half the instructions a key that 64 rows take.
         256: TritonConfig(128, 64, 8, 3),
-        # The same, and each half of the values: the scores are computed twice. Warp groups that share them
-        # take as many cycles (docs/develop/internals.md). With a third stage the numbers of cache blocks
-        # are read a tile ahead of the keys that they lead to.
+        # The same, and each half of the values: the scores are computed twice. Warp groups that
+        # share them take as many cycles (docs/develop/internals.md). With a third stage the numbers
+        # of cache blocks are read a tile ahead of the keys that they lead to.
         512: TritonConfig(128, 32, 8, 3, parts=2),
     },
     # 227 KB.

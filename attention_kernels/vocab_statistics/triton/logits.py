@@ -225,7 +225,8 @@ def gumbel(v):
 
 @triton.jit
 def gumbel_bound(v):
-    """[B] at least :func:`gumbel` of the same, by at most 0.07 where that is large, without a logarithm.
+    """[B] at least :func:`gumbel` of the same, by at most 0.07 where that is large, without a
+    logarithm.
 
     -log(-log(1 - v)) is at most -log(v), and the bits of a float32, as an integer, are 2**23 times
     at most its logarithm to the base 2, plus 127.

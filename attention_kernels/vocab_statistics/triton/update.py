@@ -29,8 +29,8 @@ from attention_kernels.vocab_statistics.triton.logits import (
     load_x,
 )
 
-# Chosen without a GPU: 64 registers a thread where nobody adjusts anything, which leaves room for four
-# programs a multiprocessor; twice the width spills. Adjustments spill on some chips with 64
+# Chosen without a GPU: 64 registers a thread where nobody adjusts anything, which leaves room for
+# four programs a multiprocessor; twice the width spills. Adjustments spill on some chips with 64
 # (test_vocab_statistics_ahead_of_time.py). One width for both, so that a neighbour with a bias does
 # not change how a row is summed.
 BLOCK, NUM_WARPS = 1024, 8
@@ -118,8 +118,8 @@ def _update_statistics_kernel(
             highest = block_maximum
             first = tl.min(tl.where(x == block_maximum, start + ids, _NO_ID), axis=0)
             tl.store(argmax_ptr + row, (rows.first_id + first).to(tl.int64))
-        # Noise is most of the work here. Most blocks of a peaked row cannot win with any, and most of
-        # a flat one not with theirs, which its random numbers tell before their logarithms.
+        # Noise is most of the work here. Most blocks of a peaked row cannot win with any, and most
+        # of a flat one not with theirs, which its random numbers tell before their logarithms.
         if block_maximum * inverse_rate + most_noise >= reached:
             v = load_uniform(draws, row, rows.first_id + start, B)
             bound = x * inverse_rate + tl.where(is_greedy, 0.0, gumbel_bound(v))

@@ -62,7 +62,9 @@ def test_levels(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A level of a script in every step, and then those that are chosen; of random drafts none pays."""
+    """A level of a script in every step, and then those that are chosen; of random drafts none
+    pays.
+    """
     spec = draft_spec(tmp_path, method)
     with serving(tmp_path, spec, ADAPTIVE, async_scheduling=is_async) as engine:
         draft = engine.scheduler.draft

@@ -54,7 +54,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TracedEngine]:
 
 
 def test_greedy_tokens(engine: TracedEngine, model: Any) -> None:
-    """Eight at once, prompts in chunks, lost memory: the plain model's; and the counters' meaning."""
+    """Eight at once, prompts in chunks, lost memory: the plain model's; and the counters'
+    meaning.
+    """
     engine.preempted.clear()
     before = metric(engine, "num_drafts"), metric(engine, "num_accepted_tokens")
     outputs = generate(engine, PROMPTS)
@@ -69,8 +71,8 @@ def test_greedy_tokens(engine: TracedEngine, model: Any) -> None:
     assert sum(metric(engine, "num_accepted_tokens_per_pos")) == metric(
         engine, "num_accepted_tokens"
     )
-    # A request's own are vLLM's too. Each verification says what it accepts and one token more; what
-    # follows a prompt, or what was computed again, is said without one.
+    # A request's own are vLLM's too. Each verification says what it accepts and one token more;
+    # what follows a prompt, or what was computed again, is said without one.
     of_requests = [output.outputs[0].spec_decode_metrics for output in outputs]
     assert sum(len(each.per_step_accepted) for each in of_requests) == verified
     assert sum(sum(each.per_step_accepted) for each in of_requests) == accepted

@@ -95,7 +95,9 @@ def test_refused(words: tuple[str, ...], layers: list[int], message: str, tmp_pa
 
 @pytest.mark.slow
 def test_refused_targets(tmp_path: Path) -> None:
-    """A diffusion model, another target's recording and a folder with something in it are refused."""
+    """A diffusion model, another target's recording and a folder with something in it are
+    refused.
+    """
     target = saved_target(tmp_path)
     own = tmp_path / "own.jsonl"
     own.write_text(json.dumps({"token_ids": [1, drafts.VOCAB]}))

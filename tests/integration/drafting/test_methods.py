@@ -64,7 +64,9 @@ def test_tokens(
     models: Any,
     tmp_path: Path,
 ) -> None:
-    """The target's own: eight at once, in chunks, short of memory, and again from the prefix cache."""
+    """The target's own: eight at once, in chunks, short of memory, and again from the prefix
+    cache.
+    """
     spec = method and draft_spec(tmp_path, method, kind)
     with serving(tmp_path, spec, drafting, kind, **options) as engine:
         if "async_scheduling" in options:
@@ -91,7 +93,9 @@ def test_tokens(
 
 
 def test_fp8_cache(tmp_path: Path) -> None:
-    """What is verified is read as coarsely as without a draft: the same tokens, of a random draft too."""
+    """What is verified is read as coarsely as without a draft: the same tokens, of a random draft
+    too.
+    """
     said = []
     for spec in (None, draft_spec(tmp_path)):
         with serving(tmp_path, spec, kv_cache_dtype="fp8") as engine:

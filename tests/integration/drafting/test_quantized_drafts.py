@@ -93,7 +93,9 @@ def test_names_of_other_methods() -> None:
 
 @pytest.mark.slow
 def test_accepted(tmp_path: Path) -> None:
-    """A draft in FP8 without its ``fc`` keeps as many tokens as the one that it was made of, nearly."""
+    """A draft in FP8 without its ``fc`` keeps as many tokens as the one that it was made of,
+    nearly.
+    """
     folder = tmp_path / "draft"
     shutil.copytree(DRAFT_FOLDERS["qwen3"], folder, copy_function=shutil.copyfile)
     path = folder / "config.json"

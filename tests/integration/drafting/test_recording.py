@@ -26,7 +26,9 @@ pytestmark = [pytest.mark.engine]
 def test_records_its_answers(
     is_async: bool, with_draft: bool, adaptive: bool, tmp_path: Path
 ) -> None:
-    """Each answer once, as the engine gave it; an aborted one as far as it came; none that says no."""
+    """Each answer once, as the engine gave it; an aborted one as far as it came; none that says
+    no.
+    """
     drafting = {"record": {"folder": str(tmp_path / "recording"), "max_mib": 1}}
     spec = draft_spec(tmp_path) if with_draft else None
     drafting |= {"adaptive": True} if adaptive else {}
@@ -55,7 +57,9 @@ def test_records_its_answers(
 
 
 def test_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    """Of a folder that others may read, of another scheduler, of a diffusion model; or without a draft to adapt."""
+    """Of a folder that others may read, of another scheduler, of a diffusion model; or without a
+    draft to adapt.
+    """
     from vllm.engine.arg_utils import EngineArgs
 
     def configure(model: Path, record: Any, **options: Any) -> None:

@@ -1,4 +1,6 @@
-"""Another draft in a running engine: what it says stays the target's, what it drafts is the new one's."""
+"""Another draft in a running engine: what it says stays the target's, what it drafts is the new
+one's.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ def engine(folder: Path) -> Iterator[TracedEngine]:
 
 
 def test_swaps(engine: TracedEngine, folder: Path, models: Any) -> None:
-    """There and back: each draft's own counters, at the same addresses; greedy tokens throughout."""
+    """There and back: each draft's own counters, at the same addresses; greedy tokens
+    throughout.
+    """
     lies_at, first = addresses(engine), counted(engine)
     assert sum(first[1:]) > 0
     update(engine, path=str(folder / "2"))
@@ -97,7 +101,8 @@ def test_swaps(engine: TracedEngine, folder: Path, models: Any) -> None:
     assert_greedy(engine, models["qwen3"])
 
 
-# Fields of ``config.json`` that another draft may not change; those behind are among the ones of DFlash.
+# Fields of ``config.json`` that another draft may not change; those behind are among the ones of
+# DFlash.
 OTHERS: dict[str, Any] = {
     "num_target_layers": 9,
     "num_attention_heads": 2,
@@ -201,7 +206,9 @@ def test_failed_load(engine: TracedEngine, folder: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("architecture", ["DFlashDraftModel", "DFlashMaskedDraftModel"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
 def test_in_flight(is_async: bool, architecture: str, models: Any, tmp_path: Path) -> None:
-    """Three swaps in mid-answer of eight requests: the target's tokens; then as a server begun with it."""
+    """Three swaps in mid-answer of eight requests: the target's tokens; then as a server begun with
+    it.
+    """
     from vllm import SamplingParams
 
     settings = {"steps": 3} if architecture == "DFlashMaskedDraftModel" else None

@@ -44,7 +44,8 @@ class Expected(NamedTuple):
     Attributes:
         prompt: The prompt as the model gets it.
         tokens: The tokens of the loop.
-        logprobs: [num_tokens, vocab_size], float32: of each token's position in the step that revealed it.
+        logprobs: [num_tokens, vocab_size], float32: of each token's position in the step that
+            revealed it.
     """
 
     prompt: list[int]
@@ -269,7 +270,9 @@ def test_shared_prefixes(tmp_path: Path) -> None:
 
 
 def test_published_ends(tmp_path: Path) -> None:
-    """An answer ends with the tokens at which the publisher's loop ends it, though no file of the checkpoint names them."""
+    """An answer ends with the tokens at which the publisher's loop ends it, though no file of the
+    checkpoint names them.
+    """
     model = mineru()
     folder = model.save(tmp_path)
     (folder / "generation_config.json").write_text("{}")
@@ -304,7 +307,9 @@ def test_published_ends(tmp_path: Path) -> None:
 
 
 def test_recipe_of_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recipe writes a checkpoint that the engine serves, and that it reads pages with as the recipe itself does."""
+    """The recipe writes a checkpoint that the engine serves, and that it reads pages with as the
+    recipe itself does.
+    """
     from vllm import SamplingParams
 
     monkeypatch.syspath_prepend(EXAMPLES / "checkpoints")

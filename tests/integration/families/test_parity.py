@@ -255,8 +255,8 @@ def test_frames_and_step_maps(family: Family) -> None:
         assert [n for part in seen.step_maps[i, 0] for n in part.steps] == replayed[: len(tokens)]
         metrics = request_metrics(completion)
         assert metrics is not None
-        # A pass that commits is not a step; the scheduler cannot tell it from one where the last step
-        # may have done its work.
+        # A pass that commits is not a step; the scheduler cannot tell it from one where the last
+        # step may have done its work.
         for counted, frames in zip(metrics.denoise_steps_per_canvas, canvases, strict=True):
             assert counted - len(frames) in ((0, 1) if spec.rule.can_finish_kv else (0,))
 
@@ -333,12 +333,13 @@ def test_passes(family: Family) -> None:
             family.generate([prompt], [wanted])
         # The loops go on to the end of a block, and some beyond; ours stops with the last token.
         loop = family.loop_until(prompt, wanted)
-        # The end of a prompt shares its pass with the first step, unless that one waits for its token.
+        # The end of a prompt shares its pass with the first step, unless that one waits for its
+        # token.
         is_seeded = family.engine.state.spec.layout.is_seeded
         denoise = loop.count("denoise") + is_seeded * loop.count("prefill")
         if family.is_asynchronous or family.commits:
-            # In the asynchronous order one more is on its way when the last token is known, or where the
-            # rows of a pass grow with what is emitted, when a block is.
+            # In the asynchronous order one more is on its way when the last token is known, or
+            # where the rows of a pass grow with what is emitted, when a block is.
             late = len({one.start for one in loop.passes}) if family.grows else 1
             assert len(passes) <= denoise + loop.count("commit") + late * family.is_asynchronous
         else:

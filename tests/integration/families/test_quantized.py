@@ -176,9 +176,9 @@ HEADS = {
 # Layers with experts.
 ROUTED = {"llada2.0": (1, 2), "llada-moe": (0, 2)}
 MASK_LESS = torch.arange(VOCAB_SIZE) != MASK_ID
-# A rounding of another kind may choose another expert, in a few rows. Where each row sees all others, one number of
-# one row that lies between two of FP8's changes them all: in PyTorch alone noise of 1e-6 does, by up to 0.29 of the
-# distance to exact ones.
+# A rounding of another kind may choose another expert, in a few rows. Where each row sees all
+# others, one number of one row that lies between two of FP8's changes them all: in PyTorch alone
+# noise of 1e-6 does, by up to 0.29 of the distance to exact ones.
 ALLOWED = {"llada2.0": 0.25, **dict.fromkeys(WHOLE_SEQUENCES, 0.3)}
 
 

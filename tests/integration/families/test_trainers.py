@@ -1,4 +1,5 @@
-"""Checkpoints and adapters by the names that trainers write: each is served, or refused with what serves it.
+"""Checkpoints and adapters by the names that trainers write: each is served, or refused with what
+serves it.
 
 Names were read in NeMo AutoModel 0.7.0 and Turbo-dLLM 0.1.6 (wheels) and ZHZisZZ/dllm at ca17675.
 """
@@ -44,7 +45,9 @@ BODIES = {
 @pytest.mark.parametrize("block_length", [32, pytest.param(64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("qwen2", marks=pytest.mark.slow)])
 def test_fast_dllm(name: str, block_length: int, tmp_path: Path) -> None:
-    """A body that was trained as Fast-dLLM v2 is vLLM's own until an operator names it, and then has the loop's tokens."""
+    """A body that was trained as Fast-dLLM v2 is vLLM's own until an operator names it, and then
+    has the loop's tokens.
+    """
     make, architecture = BODIES[name]
     folder = make().save(tmp_path / "plain")
     assert getattr(configure(folder).model_config, "diffusion", None) is None
@@ -72,7 +75,9 @@ def test_fast_dllm(name: str, block_length: int, tmp_path: Path) -> None:
     ],
 )
 def test_places_of_dllm(place: str, is_refused: bool, tmp_path: Path) -> None:
-    """dllm's MDLM, whose files are a BD3LM's, is known by the folder above the one that is served too."""
+    """dllm's MDLM, whose files are a BD3LM's, is known by the folder above the one that is served
+    too.
+    """
     folder = tiny.a2d().save(tmp_path / place)
     if is_refused:
         assert '"architectures": ["A2DQwen3MDLM"]' in refusal(folder)
@@ -81,7 +86,9 @@ def test_places_of_dllm(place: str, is_refused: bool, tmp_path: Path) -> None:
 
 
 def nemo_adapter(model: TinyModel, folder: Path, ends: tuple[str, ...]) -> Path:
-    """Write an adapter as NeMo AutoModel does, of every published module that its recipe's patterns match."""
+    """Write an adapter as NeMo AutoModel does, of every published module that its recipe's patterns
+    match.
+    """
     generator = torch.Generator().manual_seed(0)
     tensors, modules = {}, []
     for name, tensor in model.tensors().items():
@@ -119,7 +126,9 @@ LLADA = (*PROJECTIONS, ".attn_out", ".ff_proj", ".up_proj")
     ids=["llada", "llada2", "nemotron"],
 )
 def test_adapters_of_nemo(make: Any, ends: tuple[str, ...], tmp_path: Path) -> None:
-    """Adapters of its recipes fit; that of LLaDA matches the head too, and is refused until it is left out."""
+    """Adapters of its recipes fit; that of LLaDA matches the head too, and is refused until it is
+    left out.
+    """
     model = make()
     folder = nemo_adapter(model, tmp_path / "adapter", ends)
     served = configure(model.save(tmp_path / "model"), enable_lora=True)
@@ -133,7 +142,9 @@ def test_adapters_of_nemo(make: Any, ends: tuple[str, ...], tmp_path: Path) -> N
 
 
 def test_diffusion_gemma_of_nemo(tmp_path: Path) -> None:
-    """A full DiffusionGemma has no encoder's scalars and no tower there, and factors of experts are in their matrices."""
+    """A full DiffusionGemma has no encoder's scalars and no tower there, and factors of experts are
+    in their matrices.
+    """
 
     def as_nemo(tensors: dict[str, torch.Tensor]) -> None:
         for name in [n for n in tensors if n.startswith("model.encoder.")]:

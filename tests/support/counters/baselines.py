@@ -3,8 +3,10 @@
 A count above its baseline fails; so does one that has none, and a baseline that nothing counts any
 more. To record what a change makes of them, better or for a reason worse:
 
-    UPDATE_BASELINES=1 pytest tests/kernels tests/unit/benchmarks tests/null_gpu tests/integration/test_row_counts.py \\
-        tests/integration/test_pass_overhead.py -k "ahead_of_time or baselines or engines or row_counts"
+    UPDATE_BASELINES=1 pytest tests/kernels tests/unit/benchmarks tests/null_gpu
+    tests/integration/test_row_counts.py \\
+        tests/integration/test_pass_overhead.py -k "ahead_of_time or baselines or engines or
+        row_counts"
 """
 
 from __future__ import annotations

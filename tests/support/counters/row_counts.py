@@ -1,8 +1,8 @@
 """Rows that an engine runs for each token, and those among them that nothing reads.
 
-Counted are the scheduler's passes and the runner's batches of an engine in this process, on any platform. A product
-is one multiplication of a row with all embeddings of the vocabulary: a row that is sampled takes one for its logits
-and, with self-conditioning, one for its soft embedding.
+Counted are the scheduler's passes and the runner's batches of an engine in this process, on any
+platform. A product is one multiplication of a row with all embeddings of the vocabulary: a row that
+is sampled takes one for its logits and, with self-conditioning, one for its soft embedding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class RowCounts:
         sampled: Rows that are projected onto the vocabulary and drawn.
         embedded: Rows of which a soft embedding is stored; 0 where graphs do it.
         denoised: Rows of canvases that take a step.
-        last: Rows of canvases among them for which it was the last step: nothing reads their soft embeddings.
+        last: Rows of canvases among them for which it was the last step: nothing reads their soft
+            embeddings.
         committed: Rows sampled of canvases that are decided: nothing reads what they draw.
         ended: Rows of requests that had ended when their pass returned: nothing reads them.
     """
@@ -51,14 +52,16 @@ class RowCounter:
 
         Args:
             llm: The engine, in this process.
-            sizes: Rows of the graphs that a GPU would have, ascending, on a platform without graphs.
+            sizes: Rows of the graphs that a GPU would have, ascending, on a platform without
+                graphs.
         """
         core = llm.llm_engine.engine_core.engine_core
         self.counts = RowCounts()
         self._sizes = sizes
         self._scheduler = core.scheduler
         self._runner = core.model_executor.driver_worker.worker.model_runner
-        # Rows of the last step of each request that is denoising, which a later pass finds to have been the last.
+        # Rows of the last step of each request that is denoising, which a later pass finds to have
+        # been the last.
         self._stepped: dict[str, int] = {}
         for owner, name, before in (
             (self._scheduler, "update_from_output", self._count_scheduled),

@@ -169,7 +169,8 @@ def innermost_loops(cubin: bytes) -> list[dict[str, int]]:
     text = told_of("nvdisasm", "-c", cubin=cubin)
     labels: dict[str, int] = {}
     names: list[str] = []
-    # Of instructions that branch: where to, and whether always; with a suffix they ask something first.
+    # Of instructions that branch: where to, and whether always; with a suffix they ask something
+    # first.
     branches: dict[int, tuple[str, bool]] = {}
     for line in text.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):

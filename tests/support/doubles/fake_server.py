@@ -1,15 +1,18 @@
-"""A few lines of HTTP server where ``vllm serve`` would be, for commands that start, ask and measure servers.
+"""A few lines of HTTP server where ``vllm serve`` would be, for commands that start, ask and
+measure servers.
 
-It prints its process id and that of a child, asks for the key of its environment, and counts what it has
-answered. Behaviours:
+It prints its process id and that of a child, asks for the key of its environment, and counts what
+it has answered. Behaviours:
 
 - ``good``: canvases. ``plain``: no draft.
-- ``drafts``, ``worse``, ``drafts-otherwise``: a draft that is kept, that is not kept, that changes answers.
-- ``verifies``, ``verifies-otherwise``: counts as this package's own drafts do; the latter changes answers.
-- ``empty``: says nothing. ``refuses``: every request. ``breaks``: those after the third. ``breaks-off``: ends
-  in mid-answer. ``hangs``: says nothing more there.
-- ``dies``: at once. ``dies later``: a second after it was found ready. ``never-ready``: does not answer.
-  ``stubborn``: takes no signal. ``stays``: has no child.
+- ``drafts``, ``worse``, ``drafts-otherwise``: a draft that is kept, that is not kept, that changes
+  answers.
+- ``verifies``, ``verifies-otherwise``: counts as this package's own drafts do; the latter changes
+  answers.
+- ``empty``: says nothing. ``refuses``: every request. ``breaks``: those after the third.
+  ``breaks-off``: ends in mid-answer. ``hangs``: says nothing more there.
+- ``dies``: at once. ``dies later``: a second after it was found ready. ``never-ready``: does not
+  answer. ``stubborn``: takes no signal. ``stays``: has no child.
 """
 
 from __future__ import annotations

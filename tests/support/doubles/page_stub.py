@@ -49,7 +49,8 @@ HOSTILE = (
     "</span><svg/onload=window.ran=1>",
     "javascript:window.ran=1",
 )
-# How an answer without text ends, by the message that asks for it: finish reason, its cause, tokens.
+# How an answer without text ends, by the message that asks for it: finish reason, its cause,
+# tokens.
 EMPTY = {
     "end at once": ("stop", 1, 1),
     "say nothing": ("stop", 1, 3),

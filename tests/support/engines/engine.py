@@ -52,8 +52,9 @@ class TracedEngine:
     def __init__(self, checkpoint: Path, **kwargs: Any) -> None:
         from vllm import LLM
 
-        # vLLM collects garbage a dozen times in an engine's life. Each time it would walk the million
-        # objects that imports have made, half a second each, since it thaws whatever is frozen.
+        # vLLM collects garbage a dozen times in an engine's life. Each time it would walk the
+        # million objects that imports have made, half a second each, since it thaws whatever is
+        # frozen.
         gc.collect()
         gc.freeze()
         with mock.patch.object(gc, "freeze"):

@@ -36,9 +36,9 @@ def run_engine(job: dict[str, Any], **environment: str) -> dict[str, Any]:
 
     Args:
         job: ``engine`` (keyword arguments of ``LLM``) and ``batches`` of requests, which run one
-            after another; a request has ``prompt`` (token ids) and ``params``, and may have ``adapter``,
-            its name, number and folder. ``then_read`` is a
-            last request whose prompt is the first one's with what was generated for it.
+            after another; a request has ``prompt`` (token ids) and ``params``, and may have
+            ``adapter``, its name, number and folder. ``then_read`` is a last request whose prompt
+            is the first one's with what was generated for it.
         environment: Variables for the process.
     """
     with tempfile.TemporaryDirectory() as folder:

@@ -17,14 +17,17 @@ from tests.support.engines.generate import small_engine
 
 
 def run_in_stock(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Start an engine for each job, one after another, and ask it for a few tokens, with a draft greedy ones.
+    """Start an engine for each job, one after another, and ask it for a few tokens, with a draft
+    greedy ones.
 
     Args:
-        jobs: Keyword arguments of ``LLM`` each; ``adapter`` is the folder of one that the request names.
+        jobs: Keyword arguments of ``LLM`` each; ``adapter`` is the folder of one that the request
+            names.
 
     Returns:
-        For each the ``stage`` at which vLLM raises, as it reads options and files (start), as it loads the model
-        (load) or at the request, and its ``error``; or ``tokens``, and how many drafts were ``accepted``.
+        For each the ``stage`` at which vLLM raises, as it reads options and files (start), as it
+        loads the model (load) or at the request, and its ``error``; or ``tokens``, and how many
+        drafts were ``accepted``.
     """
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.json"

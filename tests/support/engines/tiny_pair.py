@@ -1,4 +1,6 @@
-"""Servers of the shipped autoregressive target: questions over HTTP, and what ``transformers`` answers."""
+"""Servers of the shipped autoregressive target: questions over HTTP, and what ``transformers``
+answers.
+"""
 
 from __future__ import annotations
 

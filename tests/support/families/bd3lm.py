@@ -32,9 +32,9 @@ def visible_of(length: int, num_prompt: int, block_length: int) -> Tensor:
 def schedule(num_masks: int, steps: int) -> list[int]:
     """How many masks each step reveals; steps that reveal none are left out.
 
-    A step from time t to s reveals the part 1 - s / t of what is left. A time is rounded to float32, and so are the
-    mask ratio 1 - (1 - time) and the quotient of two of them; the product with the part is float64's, and rounded
-    half to even.
+    A step from time t to s reveals the part 1 - s / t of what is left. A time is rounded to
+    float32, and so are the mask ratio 1 - (1 - time) and the quotient of two of them; the product
+    with the part is float64's, and rounded half to even.
     """
     one, numbers = np.float32(1), []
     for left in range(steps, 0, -1):
@@ -58,14 +58,15 @@ def generate(
     threshold: float | None = None,
     sample: Sample = multinomial,
 ) -> Run:
-    """One request without padding; the last block is as short as what is left of ``max_new_tokens``.
+    """One request without padding; the last block is as short as what is left of
+    ``max_new_tokens``.
 
-    A step reveals its part of the block's masks (:func:`schedule`), those whose token is most probable at
-    temperature 1. No end token ends it.
+    A step reveals its part of the block's masks (:func:`schedule`), those whose token is most
+    probable at temperature 1. No end token ends it.
 
     Differs from the publisher's: candidates are drawn from softmax(logits / temperature) directly,
-    probabilities are float64, the leftmost of equals comes first, the ends of answers are cut by the
-    caller, and a ``threshold`` reveals every mask that is not below it, one at least.
+    probabilities are float64, the leftmost of equals comes first, the ends of answers are cut by
+    the caller, and a ``threshold`` reveals every mask that is not below it, one at least.
     """
     run, num_prompt = Run(), len(prompt_ids)
     x = torch.tensor(prompt_ids, dtype=torch.long)

@@ -417,8 +417,8 @@ def checkpoint_of(family: str, folder: Path) -> tuple[Path, dict[str, Any]]:
     """A checkpoint, and the options of an engine that it needs.
 
     Args:
-        family: Of :data:`CASES`, or ``dream``; any other name is DiffusionGemma's, whose canvases take few
-            steps: what is kept of one is what it was denoised on.
+        family: Of :data:`CASES`, or ``dream``; any other name is DiffusionGemma's, whose canvases
+            take few steps: what is kept of one is what it was denoised on.
         folder: For the checkpoint.
     """
     if family in CASES:

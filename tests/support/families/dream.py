@@ -1,6 +1,8 @@
-"""Dream: a Qwen2 that attends in both directions over prompt and answer, revealed by a schedule in time.
+"""Dream: a Qwen2 that attends in both directions over prompt and answer, revealed by a schedule in
+time.
 
-Source: ``sample_tokens`` and ``_sample`` of Dream's ``generation_utils.py``, as ZHZisZZ/dllm has it at ca17675.
+Source: ``sample_tokens`` and ``_sample`` of Dream's ``generation_utils.py``, as ZHZisZZ/dllm has it
+at ca17675.
 """
 
 from __future__ import annotations
@@ -45,9 +47,9 @@ def generate(
 
     Filters act at temperature 0 too: a token's confidence is that of what they keep.
 
-    Differs from the publisher's: a step that reveals nothing is not run, and does not count in the keys of
-    draws; ``alg_temp`` draws by adding Gumbel noise, which is the same law; entropies are exact; the
-    leftmost of equals comes first.
+    Differs from the publisher's: a step that reveals nothing is not run, and does not count in the
+    keys of draws; ``alg_temp`` draws by adding Gumbel noise, which is the same law; entropies are
+    exact; the leftmost of equals comes first.
     """
     run, start = Run(), len(prompt_ids)
     x = torch.cat(

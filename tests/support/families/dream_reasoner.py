@@ -1,8 +1,8 @@
 """DreamReasoner: SDAR's loop with other defaults.
 
-Source: a third party's port of the checkpoint's ``generation_utils.py``, which says that it is exact
-(Yanzhen-CN/Benchmark-dllm at b8e8cfb, ``src/dllm_bench/models/dreamreasoner.py``). The publisher's own was
-not found.
+Source: a third party's port of the checkpoint's ``generation_utils.py``, which says that it is
+exact (Yanzhen-CN/Benchmark-dllm at b8e8cfb, ``src/dllm_bench/models/dreamreasoner.py``). The
+publisher's own was not found.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ def generate(
     confidence_threshold: float = 0.9,
     **others: Any,
 ) -> Run:
-    """As :func:`sdar.generate`; a block takes one step with ``low_confidence_static``, else one a position.
+    """As :func:`sdar.generate`; a block takes one step with ``low_confidence_static``, else one a
+    position.
 
-    The last step takes every mask that is left. Here that needs no code: each step reveals its number of
-    the even schedule where there are as many masks, so that the last finds no more than its own number,
-    and SDAR's loop raises where masks are left.
+    The last step takes every mask that is left. Here that needs no code: each step reveals its
+    number of the even schedule where there are as many masks, so that the last finds no more than
+    its own number, and SDAR's loop raises where masks are left.
 
     Differs from the port, besides in what :func:`sdar.generate` lists:
 
     - At temperature 0 the probability is that before ``top_k`` and ``top_p``.
-    - ``sequential`` counts masks; there it counts positions from the first mask on, which are the same
-      unless one behind it is decided.
+    - ``sequential`` counts masks; there it counts positions from the first mask on, which are the
+      same unless one behind it is decided.
     - End tokens end the generation as in SDAR's loop; the port has none.
     - ``entropy_bounded`` is left out.
     """

@@ -1,7 +1,7 @@
 """LLaDA: a Llama that attends in both directions over prompt and answer, revealed block by block.
 
-Source: ``generate.py`` of ML-GSAI/LLaDA at b7e6c35, ``generate``; ``threshold``: ``generate`` of NVlabs/Fast-dLLM's
-``llada/generate.py`` at 24cc59e, without its caches.
+Source: ``generate.py`` of ML-GSAI/LLaDA at b7e6c35, ``generate``; ``threshold``: ``generate`` of
+NVlabs/Fast-dLLM's ``llada/generate.py`` at 24cc59e, without its caches.
 """
 
 from __future__ import annotations
@@ -53,22 +53,24 @@ def generate(
     sample: Sample = multinomial,
     uniform: Uniform = torch_uniform,
 ) -> Run:
-    """Blocks behind the prompt, one after another, with masks in all later ones, which every pass sees.
+    """Blocks behind the prompt, one after another, with masks in all later ones, which every pass
+    sees.
 
-    ``steps`` is divided by the number of blocks. A step reveals as many of the block's masks as an even
-    schedule says, those whose drawn token is most probable at temperature 1; with a
+    ``steps`` is divided by the number of blocks. A step reveals as many of the block's masks as an
+    even schedule says, those whose drawn token is most probable at temperature 1; with a
     ``threshold`` the most probable one, and every other that is not below it. No end token ends it.
 
-    Differs from the publisher's: candidates are drawn from softmax(logits / temperature) directly, which
-    is what its Gumbel noise in float64 amounts to; probabilities are float64; a mask in the prompt stays;
-    the leftmost of equally probable positions comes first; ``cfg_scale`` is left out. That
-    ``confidence_eos_eot_inf`` holds for ``eos_id`` at temperature 0 alone is the publisher's: there noised and
-    plain logits are one tensor.
+    Differs from the publisher's: candidates are drawn from softmax(logits / temperature) directly,
+    which is what its Gumbel noise in float64 amounts to; probabilities are float64; a mask in the
+    prompt stays; the leftmost of equally probable positions comes first; ``cfg_scale`` is left out.
+    That ``confidence_eos_eot_inf`` holds for ``eos_id`` at temperature 0 alone is the publisher's:
+    there noised and plain logits are one tensor.
 
-    With BD3LM's ``schedule`` it is ``MDLMSampler.sample`` of ZHZisZZ/dllm at ca17675, ``dllm/core/samplers/mdlm.py``.
+    With BD3LM's ``schedule`` it is ``MDLMSampler.sample`` of ZHZisZZ/dllm at ca17675,
+    ``dllm/core/samplers/mdlm.py``.
 
-    Where ``gen_length`` is not a multiple of ``block_length``, which the publisher's refuses, the last block is the
-    shorter one.
+    Where ``gen_length`` is not a multiple of ``block_length``, which the publisher's refuses, the
+    last block is the shorter one.
 
     Raises:
         ValueError: If ``steps`` is no multiple of the number of blocks.
@@ -144,8 +146,8 @@ def var_generate(
 ) -> Run:
     """iLLaDA's: each block as an answer of its own, with no masks after it.
 
-    Source: ``var_generate`` of the publisher's ``generate.py``, as found in a public copy. Its ``steps`` are
-    those of a block. Stop strings are left out.
+    Source: ``var_generate`` of the publisher's ``generate.py``, as found in a public copy. Its
+    ``steps`` are those of a block. Stop strings are left out.
     """
     run, known = Run(), list(prompt_ids)
     uniform, sample = settings.pop("uniform"), settings.pop("sample")

@@ -1,7 +1,7 @@
 """LLaDA2.0, 2.1 and 2.2: three rules over one block-causal model.
 
-Sources: inclusionAI's ``modeling_llada2_moe.py`` of LLaDA2.0 and 2.1 as found in public copies, which
-agree on the loops. LLaDA2.2's file was not found: its loop is from FluxServe's description of
+Sources: inclusionAI's ``modeling_llada2_moe.py`` of LLaDA2.0 and 2.1 as found in public copies,
+which agree on the loops. LLaDA2.2's file was not found: its loop is from FluxServe's description of
 ``_joint_decode_block`` and its ``decoders/levenshtein.py`` at 5dcf8a8, whose tests bind the
 publisher's function.
 
@@ -180,9 +180,9 @@ def apply_edits(
 ) -> tuple[list[int], list[bool]]:
     """Delete and split within one block, from left to right.
 
-    DELETE drops its position, what follows moves left, and masks fill up on the right. SPLIT becomes
-    a mask and behind it the token that stood there before the step; what falls off on the right is
-    lost. The first ``prompt`` positions are the prompt's, whatever they hold.
+    DELETE drops its position, what follows moves left, and masks fill up on the right. SPLIT
+    becomes a mask and behind it the token that stood there before the step; what falls off on the
+    right is lost. The first ``prompt`` positions are the prompt's, whatever they hold.
 
     Args:
         written: The block as the step wrote it.
@@ -242,19 +242,19 @@ def generate_2_2(
     - A step whose result, before edits are applied, was seen in this block before draws a changed
       position again without the token it has, five times at most.
     - A round in which none of the block's first masks is left counts as a post step; one that finds
-      such a mask sets the count to 0. The ``max_post_steps``-th is the final round: it reveals every
-      mask, and neither deletes nor splits. With ``max_post_steps=0`` the final round is the one that
-      reveals the last of the block's first masks.
+      such a mask sets the count to 0. The ``max_post_steps``-th is the final round: it reveals
+      every mask, and neither deletes nor splits. With ``max_post_steps=0`` the final round is the
+      one that reveals the last of the block's first masks.
     - A block ends with a step that found no mask and changed nothing (its KV is final), or after
       the final round.
 
     Differs from the publisher's:
 
     - Above temperature 0 tokens are drawn for masks, and judged by their probability in the plain
-      softmax, as there; but with ``top_k`` or ``top_p`` by that in what these keep, and what takes the
-      place of a token that was drawn again or forbidden is the most likely one.
-    - The position that is drawn again is the changed one of lowest confidence, the leftmost of equals;
-      there it is a random one.
+      softmax, as there; but with ``top_k`` or ``top_p`` by that in what these keep, and what takes
+      the place of a token that was drawn again or forbidden is the most likely one.
+    - The position that is drawn again is the changed one of lowest confidence, the leftmost of
+      equals; there it is a random one.
     - ``max_steps_per_block`` makes its last step a final round; there it warns and leaves masks.
     - DELETE and SPLIT in the prompt are left alone; there they are applied with a warning.
     - Among equally confident positions the leftmost is taken first.

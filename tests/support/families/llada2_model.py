@@ -106,7 +106,9 @@ class SeparateExperts(nn.ModuleList):
 
 
 def separate_experts(body: nn.Module) -> None:
-    """Make a module of each expert of a Qwen3-MoE, in place, as PEFT and compressed-tensors know them."""
+    """Make a module of each expert of a Qwen3-MoE, in place, as PEFT and compressed-tensors know
+    them.
+    """
     for module in list(body.modules()):
         if isinstance(module, Qwen3MoeSparseMoeBlock):
             fused = module.experts

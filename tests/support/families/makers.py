@@ -1,7 +1,7 @@
 """Tiny models of each family, with the published architecture.
 
-Where ``transformers`` has the body (Qwen3, Qwen3-MoE, Qwen2, Llama, Ministral3) it is that, in eager
-attention under an explicit mask. LLaDA2's is in ``llada2_model``.
+Where ``transformers`` has the body (Qwen3, Qwen3-MoE, Qwen2, Llama, Ministral3) it is that, in
+eager attention under an explicit mask. LLaDA2's is in ``llada2_model``.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def _encoder_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-# SDAR and TraDo: Qwen3, with an RMSNorm over each head of queries and keys. The heads together are wider
-# than the hidden size, as in SDAR-4B.
+# SDAR and TraDo: Qwen3, with an RMSNorm over each head of queries and keys. The heads together are
+# wider than the hidden size, as in SDAR-4B.
 sdar = Maker(
     transformers_body("Qwen3"),
     4,
@@ -109,7 +109,8 @@ sdar_moe = replace(
     published=_one_tensor_per_expert,
 )
 
-# DreamReasoner: Qwen3 by Dream's name; its ``head_dim`` is null, and the heads divide the hidden size.
+# DreamReasoner: Qwen3 by Dream's name; its ``head_dim`` is null, and the heads divide the hidden
+# size.
 dream_reasoner = replace(
     sdar,
     body=lambda config: transformers_body("Qwen3")(config | {"head_dim": 32}),

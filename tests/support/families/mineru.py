@@ -1,7 +1,7 @@
 """MinerU-Diffusion: SDAR's rule on blocks that are counted from the end of the prompt.
 
-Source: ``mineru_diffusion/modeling_mineru_diffusion.py`` of opendatalab/MinerU-Diffusion at 8d456f1, with the settings of
-``engines/hf/runner.py``.
+Source: ``mineru_diffusion/modeling_mineru_diffusion.py`` of opendatalab/MinerU-Diffusion at
+8d456f1, with the settings of ``engines/hf/runner.py``.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ def generate(
 ) -> Run:
     """Blocks after the prompt; a step reveals what SDAR's does. No end token ends it.
 
-    Differs from the publisher's as SDAR's reference loop does from its own, and: the last block is as short as
-    what is left of ``gen_length``, where that loop takes whole blocks alone; it has no strategy but the default.
+    Differs from the publisher's as SDAR's reference loop does from its own, and: the last block is
+    as short as what is left of ``gen_length``, where that loop takes whole blocks alone; it has no
+    strategy but the default.
     """
     run, num_prompt = Run(), len(prompt_ids)
     run.passes.append(Pass("prefill", 0, 0))

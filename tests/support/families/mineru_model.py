@@ -1,4 +1,6 @@
-"""MinerU-Diffusion's tiny model: a Qwen3 and the tower of Qwen2-VL with the publisher's projector."""
+"""MinerU-Diffusion's tiny model: a Qwen3 and the tower of Qwen2-VL with the publisher's
+projector.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +111,9 @@ class MinerU(TinyModel):
 
 
 def processed(pictures: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """Patches of pictures, [num_patches, 96], and the time, height and width of each in patches, [n, 3]."""
+    """Patches of pictures, [num_patches, 96], and the time, height and width of each in patches,
+    [n, 3].
+    """
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     own = {name: value for name, value in _PICTURES.items() if name != "image_processor_type"}

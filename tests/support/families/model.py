@@ -1,12 +1,12 @@
 """What the families' tiny models share: random weights, eager attention, and how each is saved.
 
-A model can save itself as a checkpoint folder with the published names of keys and tensors, beside the
-tokenizer of the shipped checkpoint, whose 320 ids take the place of the published ones:
+A model can save itself as a checkpoint folder with the published names of keys and tensors, beside
+the tokenizer of the shipped checkpoint, whose 320 ids take the place of the published ones:
 
     mask 4 ``<mask>``, end 1 ``<eos>`` and 6 ``<turn|>``.
 
-Every weight is random, norms and biases too, so that one that is not loaded, or is loaded elsewhere,
-changes the logits.
+Every weight is random, norms and biases too, so that one that is not loaded, or is loaded
+elsewhere, changes the logits.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ ATTENTION_GAIN = 2.0
 EMBED_SCALE = 0.2
 _HEAD_NORMS = ("q_norm", "k_norm", "query_layernorm", "key_layernorm")
 
-# Keys of ``config.json``. Three of the published files have no ``mask_token_id``, and no publisher's code
-# has 4 as its default.
+# Keys of ``config.json``. Three of the published files have no ``mask_token_id``, and no
+# publisher's code has 4 as its default.
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 96,

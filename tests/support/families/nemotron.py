@@ -1,10 +1,10 @@
 """Nemotron-Labs-Diffusion: blocks behind a causal context, its autoregressive mode, linear_spec.
 
-Source: ``modeling_nemotron_labs_diffusion.py`` of nvidia/Nemotron-Labs-Diffusion, as found in public
-copies; mlx-vlm ``models/nemotron_labs_diffusion`` at 9b13f522 does the same.
+Source: ``modeling_nemotron_labs_diffusion.py`` of nvidia/Nemotron-Labs-Diffusion, as found in
+public copies; mlx-vlm ``models/nemotron_labs_diffusion`` at 9b13f522 does the same.
 
-All three loops share one context: every committed token's KV comes from a causal pass with the plain
-weights, and the logits of the last committed position give the next token.
+All three loops share one context: every committed token's KV comes from a causal pass with the
+plain weights, and the logits of the last committed position give the next token.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from tests.support.families.run import (
 
 
 class Model(Protocol):
-    """As :class:`tests.support.families.run.Model`; ``adapted`` [T], bool, are rows with the LoRA."""
+    """As :class:`tests.support.families.run.Model`; ``adapted`` [T], bool, are rows with the
+    LoRA.
+    """
 
     def __call__(
         self, ids: Tensor, visible: Tensor, *, adapted: Tensor | None = None
@@ -40,7 +42,9 @@ class Model(Protocol):
 
 
 def _next_tokens(logits: Tensor, first: int, temperature: float, sample: Sample) -> Tensor:
-    """Tokens for positions ``first``, ``first + 1``, ... from the logits of the positions before."""
+    """Tokens for positions ``first``, ``first + 1``, ... from the logits of the positions
+    before.
+    """
     if temperature == 0:
         return logits.argmax(-1)
     return sample(logits / temperature, token_draws(range(first, first + len(logits))))
@@ -172,18 +176,18 @@ def linear_spec_generate(
 ) -> Run:
     """Draft a block by diffusion, verify it causally, keep what agrees and one token more.
 
-    A draft starts with the next token, which is already certain, and masks. One pass (bidirectional,
-    with the LoRA) fills all masks. Then one causal pass with the plain
-    weights: position i of the block says what stands at i + 1. As long as the draft agrees its
-    tokens are kept, and the first that the causal pass says otherwise, or the one behind the whole
-    block, is the next token. So what comes out is the autoregressive mode's, token by token; with
-    ``sample`` keyed by position it is so at any temperature.
+    A draft starts with the next token, which is already certain, and masks. One pass
+    (bidirectional, with the LoRA) fills all masks. Then one causal pass with the plain weights:
+    position i of the block says what stands at i + 1. As long as the draft agrees its tokens are
+    kept, and the first that the causal pass says otherwise, or the one behind the whole block, is
+    the next token. So what comes out is the autoregressive mode's, token by token; with ``sample``
+    keyed by position it is so at any temperature.
 
     What is kept may be up to a block longer than ``max_new_tokens``, which is looked at only
     between blocks.
 
-    Differs from the publisher's: the thinking budget and a ``threshold`` above 0 are left out; drafts
-    are drawn by ``draft_sample``, a generator of their own.
+    Differs from the publisher's: the thinking budget and a ``threshold`` above 0 are left out;
+    drafts are drawn by ``draft_sample``, a generator of their own.
     """
     run = Run()
     x = torch.tensor(prompt_ids, dtype=torch.long)

@@ -1,15 +1,17 @@
-"""Published checkpoints: what of their configurations decides shapes, and the figures of their files.
+"""Published checkpoints: what of their configurations decides shapes, and the figures of their
+files.
 
 Each configuration is the part of a published ``config.json`` that decides shapes, with where it was
-read. What counts as read: the publisher's own file, or a public copy or test that states to be taken
-from it. ``num_tensors`` and ``num_bytes`` (all in bfloat16) are of the files, ``billions`` of parameters
-of the cards.
+read. What counts as read: the publisher's own file, or a public copy or test that states to be
+taken from it. ``num_tensors`` and ``num_bytes`` (all in bfloat16) are of the files, ``billions`` of
+parameters of the cards.
 
 Found nowhere, and so left out: SDAR-30B-A3B's ``config.json`` and index (its code is generated from
-Qwen3-MoE's), LLaDA2.1-mini's and 2.2-mini's, Fast-dLLM v2's index and figures (its code says Qwen2.5's
-names), Stable-DiffCoder's index (its class is ``transformers``' Llama), all of DreamReasoner-8B's (a port
-says Qwen3's names), and the adapter's tensors of Nemotron-Labs-Diffusion other than through tests that
-write such a file, and MinerU-Diffusion's ``config.json`` and index (its class has default sizes, which may be others).
+Qwen3-MoE's), LLaDA2.1-mini's and 2.2-mini's, Fast-dLLM v2's index and figures (its code says
+Qwen2.5's names), Stable-DiffCoder's index (its class is ``transformers``' Llama), all of
+DreamReasoner-8B's (a port says Qwen3's names), and the adapter's tensors of Nemotron-Labs-Diffusion
+other than through tests that write such a file, and MinerU-Diffusion's ``config.json`` and index
+(its class has default sizes, which may be others).
 """
 
 from __future__ import annotations

@@ -105,7 +105,9 @@ def multinomial(logits: Tensor, draws: Draws) -> Tensor:
 
 
 def keyed_sample(seed: int) -> Sample:
-    """This package's keyed noise decides: the same request, block, step and position, the same draw."""
+    """This package's keyed noise decides: the same request, block, step and position, the same
+    draw.
+    """
 
     def sample(logits: Tensor, draws: Draws) -> Tensor:
         rows, vocab_size = logits.shape

@@ -64,11 +64,11 @@ def generate(
     - A block that still has masks after all its steps, which takes a drawn mask token, is an error;
       there it is an index out of range.
     - ``entropy_bounded`` is left out: it uses a name that was never assigned. ``entropy`` and
-      ``entropy_budget`` are this package's own: the ``n[s]`` of least entropy, or as many more as have
-      at most ``entropy_budget`` as their sum without the largest.
+      ``entropy_budget`` are this package's own: the ``n[s]`` of least entropy, or as many more as
+      have at most ``entropy_budget`` as their sum without the largest.
 
-    The publisher's evaluation (``opencompass/models/huggingface_bd3.py`` in the same commit) differs
-    in one point from this function: its probability is that before ``top_k`` and ``top_p``.
+    The publisher's evaluation (``opencompass/models/huggingface_bd3.py`` in the same commit)
+    differs in one point from this function: its probability is that before ``top_k`` and ``top_p``.
 
     Raises:
         ValueError: If masks are left.

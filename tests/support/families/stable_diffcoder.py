@@ -1,8 +1,8 @@
 """Stable-DiffCoder: block diffusion over a Llama.
 
-Source: ``modeling_stable_diffcoder.py`` of ByteDance-Seed/Stable-DiffCoder-8B-Instruct, as found in a
-public copy, ``generate_block``. Its README (ByteDance-Seed/Stable-DiffCoder at ece1ffb) calls it with
-``threshold=None``, as many steps as tokens, and an end token.
+Source: ``modeling_stable_diffcoder.py`` of ByteDance-Seed/Stable-DiffCoder-8B-Instruct, as found in
+a public copy, ``generate_block``. Its README (ByteDance-Seed/Stable-DiffCoder at ece1ffb) calls it
+with ``threshold=None``, as many steps as tokens, and an end token.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def generate_block(
 ) -> Run:
     """Blocks from position 0; the first one generated holds the prompt's remainder.
 
-    Exactly ``gen_length`` tokens: behind a prompt that is no whole number of blocks the last block is
-    as much shorter as the first is. ``steps`` is divided by the number of whole blocks. A step
+    Exactly ``gen_length`` tokens: behind a prompt that is no whole number of blocks the last block
+    is as much shorter as the first is. ``steps`` is divided by the number of whole blocks. A step
     reveals the most confident mask, and with a ``threshold`` every other whose probability is not
     below it; without one, as many as an even schedule says. The probability is that of the drawn
     token at temperature 1, in float64. A full block with an end token ends the generation without
@@ -60,8 +60,8 @@ def generate_block(
     - Among equally confident positions the leftmost is taken first.
 
     Raises:
-        ValueError: If ``gen_length`` is no multiple of ``block_length``, ``steps`` none of the number
-            of blocks, or masks are left.
+        ValueError: If ``gen_length`` is no multiple of ``block_length``, ``steps`` none of the
+            number of blocks, or masks are left.
     """
     if gen_length % block_length:
         raise ValueError(f"gen_length={gen_length} is no multiple of block_length={block_length}")

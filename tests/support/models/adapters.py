@@ -58,9 +58,11 @@ def adapt(
 
 
 def merge_shared(model: nn.Module, folder: Path, *, seed: int = 0, rank: int = 4) -> None:
-    """Save an adapter of DiffusionGemma's shared stack as NeMo does, and merge it into ``model`` as NeMo does.
+    """Save an adapter of DiffusionGemma's shared stack as NeMo does, and merge it into ``model`` as
+    NeMo does.
 
-    Its modules are named ``model.layers.*``; the merge adds to the decoder's weights, which are the encoder's.
+    Its modules are named ``model.layers.*``; the merge adds to the decoder's weights, which are the
+    encoder's.
     """
     generator = torch.Generator().manual_seed(seed)
     tensors = {}

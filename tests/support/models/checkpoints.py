@@ -114,7 +114,8 @@ def randomize(
 
 
 def write_headers(folder: Path) -> Path:
-    """Give a folder with only a ``config.json`` of DiffusionGemma the tensors that it describes, of zeros.
+    """Give a folder with only a ``config.json`` of DiffusionGemma the tensors that it describes, of
+    zeros.
 
     The file is sparse, so that a large model takes no room.
     """

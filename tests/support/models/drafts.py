@@ -43,7 +43,9 @@ _SHAPE: dict[str, Any] = {
 
 
 def target_model(kind: str, seed: int = 0, **changes: Any) -> Any:
-    """A random model of ``transformers``, one of :data:`TARGETS`; Gemma 4's windows are 32 tokens."""
+    """A random model of ``transformers``, one of :data:`TARGETS`; Gemma 4's windows are 32
+    tokens.
+    """
     import transformers
 
     shape = _SHAPE | changes
@@ -118,7 +120,8 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Te
         # Norms, and Gemma 4's scalar of a layer.
         return 1 + 0.1 * noise
     if "lm_head" in name:
-        # A few tokens are said often, so that a random draft is right at times; and the mask would be.
+        # A few tokens are said often, so that a random draft is right at times; and the mask would
+        # be.
         noise *= torch.randn(shape[0], 1, generator=generator).exp()
         # The mask token is the last.
         noise[-1] *= 3

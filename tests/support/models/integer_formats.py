@@ -1,7 +1,7 @@
 """Checkpoints with integer weights, in the layouts of compressed-tensors, GPTQ, AutoRound and AWQ.
 
-Those of compressed-tensors are packed by its own code. Of the others the values are drawn: what is tried
-is which tensors a layout has, and of which shapes and types.
+Those of compressed-tensors are packed by its own code. Of the others the values are drawn: what is
+tried is which tensors a layout has, and of which shapes and types.
 """
 
 from __future__ import annotations

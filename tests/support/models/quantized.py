@@ -127,8 +127,9 @@ def unpacked(packed: torch.Tensor) -> torch.Tensor:
 def modelopt_checkpoint(source: Path, folder: Path) -> Path:
     """The layout of the published modelopt NVFP4 checkpoint: experts only, FP8 KV cache, BF16.
 
-    Written by hand from an NVFP4 checkpoint of ``examples/quantization/quantize.py``, since modelopt itself
-    needs a GPU; names and config are as far as they are known, not compared with the published ones.
+    Written by hand from an NVFP4 checkpoint of ``examples/quantization/quantize.py``, since
+    modelopt itself needs a GPU; names and config are as far as they are known, not compared with
+    the published ones.
     """
     copy_all_but_weights(source, folder)
     experts = load_file(source / "model.safetensors")
@@ -161,7 +162,8 @@ def modelopt_checkpoint(source: Path, folder: Path) -> Path:
 
 
 def block_checkpoint(source: Path, folder: Path, method: str, block: int = 64) -> Path:
-    """An FP8 checkpoint with a scale for each block of weights, as DeepSeek's and llm-compressor's are.
+    """An FP8 checkpoint with a scale for each block of weights, as DeepSeek's and llm-compressor's
+    are.
 
     Args:
         source: A checkpoint of the scheme fp8-dynamic.

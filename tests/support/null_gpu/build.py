@@ -31,8 +31,8 @@ class Library:
     Attributes:
         name: Its file name.
         sources: What it is compiled from.
-        symbols: Pattern of what else it is asked for, answered by an error; functions that callers only look up
-            may be called without one.
+        symbols: Pattern of what else it is asked for, answered by an error; functions that callers
+            only look up may be called without one.
         error: What such a function returns.
         versioned: Whether its symbols carry its name as their version, as NVIDIA's do.
         flags: Of the compiler.

@@ -42,15 +42,16 @@ def import_first(what: str) -> None:
         from vllm.platforms import current_platform
 
         assert current_platform.is_cuda(), type(current_platform)
-        # vLLM looks at a model's class in a process of its own, which imports everything again, to keep CUDA out of
-        # the one that may still fork. A case is such a process already.
+        # vLLM looks at a model's class in a process of its own, which imports everything again, to
+        # keep CUDA out of the one that may still fork. A case is such a process already.
         from vllm.model_executor.models import registry
 
         registry._run_in_subprocess = lambda look: look()
     assert not torch.cuda.is_initialized()
     gc.collect()
     gc.freeze()
-    # vLLM thaws it when it has captured its graphs, and would walk through it a dozen times after that.
+    # vLLM thaws it when it has captured its graphs, and would walk through it a dozen times after
+    # that.
     gc.unfreeze = lambda: None
 
 

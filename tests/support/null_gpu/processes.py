@@ -1,4 +1,6 @@
-"""Python on the null GPU: the environment of such a process, and one that forks a child for each case."""
+"""Python on the null GPU: the environment of such a process, and one that forks a child for each
+case.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ def environment(caches: Path, **variables: str) -> dict[str, str]:
 
     Args:
         caches: Folder for what vLLM, Triton and Inductor compile.
-        variables: Further variables; ``NULL_GPU_CAPABILITY`` and ``NULL_GPU_GIB`` choose the device.
+        variables: Further variables; ``NULL_GPU_CAPABILITY`` and ``NULL_GPU_GIB`` choose the
+            device.
     """
     folder = build()
     inherited = dict(os.environ)
@@ -32,8 +35,8 @@ def environment(caches: Path, **variables: str) -> dict[str, str]:
         **inherited,
         "CUDA_VISIBLE_DEVICES": "0",
         "LD_PRELOAD": ":".join(str(folder / name) for name in PRELOADED),
-        # After the null GPU's: NVRTC, since the compiler of vLLM's Humming kernels does not find all
-        # of it by itself where CUDA comes from Python packages alone.
+        # After the null GPU's: NVRTC, since the compiler of vLLM's Humming kernels does not find
+        # all of it by itself where CUDA comes from Python packages alone.
         "LD_LIBRARY_PATH": f"{folder}:{SITE / 'nvidia' / 'cu13' / 'lib'}",
         "TRITON_LIBCUDA_PATH": str(folder),
         # Its sitecustomize.py refuses the CPU platform.
@@ -57,7 +60,8 @@ class Outcome:
 
     Attributes:
         value: What its function returned.
-        error: Type and message of what it raised, or how its process ended; ``None`` where it returned.
+        error: Type and message of what it raised, or how its process ended; ``None`` where it
+            returned.
         log: What its process printed.
     """
 
@@ -79,7 +83,8 @@ class Outcome:
 
 
 class NullGpu:
-    """A process on the null GPU that has imported what its cases need, and runs each in a fork of its own.
+    """A process on the null GPU that has imported what its cases need, and runs each in a fork of
+    its own.
 
     Imports take most of a case's time otherwise, and a fork leaves nothing for the next case.
     """
@@ -99,8 +104,8 @@ class NullGpu:
             folder: For logs.
             imports: ``"torch"`` or ``"vllm"``.
             caches: For what is compiled; by default inside ``folder``.
-            capability: What imports see. vLLM remembers some of it, so that an engine on another device needs
-                another process.
+            capability: What imports see. vLLM remembers some of it, so that an engine on another
+                device needs another process.
             interprets: Triton's kernels are interpreted, for :mod:`.true_values`.
         """
         self.folder = folder

@@ -1,4 +1,6 @@
-"""A DiffusionGemma's encoder, head and softcap in transformers' Gemma 4: its autoregressive oracle."""
+"""A DiffusionGemma's encoder, head and softcap in transformers' Gemma 4: its autoregressive
+oracle.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,11 @@ _ENCODER, _DECODER = "model.encoder.language_model.", "model.decoder."
 
 
 def encoder_as_gemma4(checkpoint: Path) -> Any:
-    """``Gemma4ForCausalLM`` in float32 with a checkpoint's encoder; no tensor is missing or left over.
+    """``Gemma4ForCausalLM`` in float32 with a checkpoint's encoder; no tensor is missing or left
+    over.
 
-    What both stacks share is stored under the decoder's names, but ``layer_scalar`` is the encoder's own.
+    What both stacks share is stored under the decoder's names, but ``layer_scalar`` is the
+    encoder's own.
     """
     from transformers import DiffusionGemmaConfig, Gemma4ForCausalLM, Gemma4TextConfig
 

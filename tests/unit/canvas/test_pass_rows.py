@@ -31,7 +31,8 @@ from vllm_diffusion.decoding.layouts import (
 SLOTS, LENGTH, ROWS, VOCAB = 5, 4, 48, 1000
 CPU = torch.device("cpu")
 
-# A request: rows that are known tokens, canvas rows, tokens computed before, and its prompt's length.
+# A request: rows that are known tokens, canvas rows, tokens computed before, and its prompt's
+# length.
 requests = st.tuples(
     st.integers(0, 4), st.integers(0, LENGTH), st.integers(0, 9), st.integers(1, 12)
 ).filter(lambda r: r[0] + r[1] > 0)

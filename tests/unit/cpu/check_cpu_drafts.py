@@ -190,7 +190,8 @@ def log_probabilities(rng: np.random.Generator) -> None:
     # Places where a model has failed.
     logits[torch.from_numpy(rng.random((rows, vocab)) < 0.01 * rng.integers(0, 2))] = float("nan")
     chosen = integers(rng, 0, vocab, rows)
-    # The rank of a masked token counts what the kernel loads after the vocabulary, and ours does not.
+    # The rank of a masked token counts what the kernel loads after the vocabulary, and ours does
+    # not.
     where = torch.arange(rows), chosen
     logits[where] = torch.where(logits[where].isneginf(), 0.5, logits[where])
     logprob.compute_topk_scores(logits, int(rng.choice([0, 3, vocab])), chosen)

@@ -71,7 +71,8 @@ def test_nvfp4(shape, magnitude, seed):
     theirs = fake_quantize(x, scale, zero, args, global_scale=global_scale)
     ours = quantize_nvfp4(x, global_scale) / global_scale
     different = ~torch.isclose(ours, theirs, rtol=1e-5, atol=0)
-    # A group whose scale rounds to zero reads as zeros here and on a GPU; there it gets a small one.
+    # A group whose scale rounds to zero reads as zeros here and on a GPU; there it gets a small
+    # one.
     small = x.unflatten(-1, (-1, 16)).abs().amax(-1) * global_scale / 6 < 2**-10
     assert not (different & ~small.repeat_interleave(16, dim=-1)).any()
 

@@ -1,4 +1,6 @@
-"""The level of each step: judged by a scripted table of what steps cost, on traffic of several kinds."""
+"""The level of each step: judged by a scripted table of what steps cost, on traffic of several
+kinds.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,8 @@ def cost(
     seed: int = 0,
     busy: float = 0.0,
 ) -> float:
-    """Milliseconds to answer with all of ``texts``, ``num_reqs`` at a time; noise of a tenth on each step.
+    """Milliseconds to answer with all of ``texts``, ``num_reqs`` at a time; noise of a tenth on
+    each step.
 
     Of a share ``busy`` of the steps the clock says up to four times as much, since the machine does
     something else too; that is not counted, since it would have been so at any level.
@@ -196,7 +199,9 @@ def test_cost_of_requests(machine: Machine, num_reqs: int, prompt: int, requests
 def test_no_fixed_level_is_as_cheap(
     machine: Machine, texts: list[list[float]], prompt: int, bound: float
 ) -> None:
-    """Where short answers that the draft does not know lie between others, and where the text changes."""
+    """Where short answers that the draft does not know lie between others, and where the text
+    changes.
+    """
     assert cost_to_best(machine, texts, 1, prompt) < bound
 
 
@@ -221,7 +226,9 @@ def levels(draft: AdaptiveDraft, num_steps: int, right: bool) -> list[int]:
 
 
 def test_down_and_up() -> None:
-    """To none within some steps of wrong drafts, probes now and then, and back within some of right ones."""
+    """To none within some steps of wrong drafts, probes now and then, and back within some of right
+    ones.
+    """
     draft = AdaptiveDraft(LEVELS)
     assert set(levels(draft, 100, right=True)[20:]) == {7}
     wrong = levels(draft, 400, right=False)
@@ -240,7 +247,9 @@ def test_long_prompts_before_anything_is_measured() -> None:
 
 
 def test_another_draft() -> None:
-    """What was learnt of the last one is forgotten: a good one is found at once, though none was drafted."""
+    """What was learnt of the last one is forgotten: a good one is found at once, though none was
+    drafted.
+    """
     draft = AdaptiveDraft(LEVELS)
     longest = draft.levels[-1]
     for _ in range(60):

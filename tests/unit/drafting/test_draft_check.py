@@ -1,4 +1,6 @@
-"""Settings that are not understood, and a draft that does not fit, are refused before anything is loaded."""
+"""Settings that are not understood, and a draft that does not fit, are refused before anything is
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def configured(
 def test_mask_token_as_text(
     text: Any, found: Any, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The target's tokenizer gives the id, with vLLM's class too; what is not one token is refused by name."""
+    """The target's tokenizer gives the id, with vLLM's class too; what is not one token is refused
+    by name.
+    """
     ids = [found] if isinstance(found, int) else found
     tokenizer = mock.Mock()
     tokenizer.encode.return_value = ids
@@ -89,8 +93,8 @@ def dflash(**changes: Any) -> dict[str, Any]:
 STOCK = {"architectures": [STOCK_ARCHITECTURE]}
 STAGES = {"pipeline_parallel_size": 2, "async_scheduling": True}
 GEMMA = {"model_type": "gemma4_text"}
-# What is refused of a draft that vLLM's own class serves, and what vLLM does with it alone: as `stock` in
-# tests/integration/refused.toml.
+# What is refused of a draft that vLLM's own class serves, and what vLLM does with it alone: as
+# `stock` in tests/integration/refused.toml.
 REFUSED_OF_STOCK: list[tuple[dict[str, Any], str, str]] = [
     ({"vocab_size": 99}, "vocab_size=99 is not the target's 320", "answers: as a draft for the tokens of another model"),
     ({"hidden_size": 32}, "hidden_size=32 is not the target's 128", "load"),
@@ -160,7 +164,9 @@ def test_refused(changes: dict[str, Any], message: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_refused_in_stock(tmp_path: Path) -> None:
-    """What is refused ends vLLM's engine later, without the file's name, or is no draft of its target."""
+    """What is refused ends vLLM's engine later, without the file's name, or is no draft of its
+    target.
+    """
     jobs = []
     for i, (changes, _, _) in enumerate([({}, "", ""), *REFUSED_OF_STOCK]):
         draft = shutil.copytree(shipped_draft(), tmp_path / str(i))
@@ -236,7 +242,9 @@ def test_more_drafts_than_it_was_trained_for(
 @pytest.mark.parametrize("name", ["Qwen3DFlashDraftModel", "DFlashQwen3DFlashDraftModel"])
 @pytest.mark.parametrize("causal", [None, True])
 def test_drafts_of_nemo(name: str, causal: bool | None) -> None:
-    """NeMo's architecture is vLLM's under another name, and a causal draft (JetSpec's) is causal."""
+    """NeMo's architecture is vLLM's under another name, and a causal draft (JetSpec's) is
+    causal.
+    """
     fields = {} if causal is None else {"causal": causal}
     served = configured(architectures=[name], is_causal=False, **dflash(**fields))
     check_draft(served)
@@ -370,7 +378,9 @@ def test_adaptive_drafts_are_off_in_data_parallelism(tmp_path: Path) -> None:
 
 @given(num_drafts=st.integers(1, 40), max_num_seqs=st.integers(2, 300))
 def test_graphs_are_captured_for_adaptive_drafts(num_drafts: int, max_num_seqs: int) -> None:
-    """vLLM captures for the numbers of its table, spread over batches: ours are among them, and none."""
+    """vLLM captures for the numbers of its table, spread over batches: ours are among them, and
+    none.
+    """
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
     config = configured(num_drafts=num_drafts, architectures=[STOCK_ARCHITECTURE], block_size=None)

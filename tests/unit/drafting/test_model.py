@@ -79,7 +79,9 @@ def by_hand(model: nn.Module, anchor: int, positions: Tensor) -> Tensor:
 def test_passes(
     data: st.DataObject, num_drafts: int, num_blocks: int, padding: int, schedule: str, order: str
 ) -> None:
-    """Each block's rows are what it has alone; the engine's tokens stay, and no mask is proposed."""
+    """Each block's rows are what it has alone; the engine's tokens stay, and no mask is
+    proposed.
+    """
     model = draft(num_drafts, data.draw(st.integers(1, num_drafts)), schedule, order)
     width = num_drafts + 1
     padding = min(padding, num_drafts)

@@ -55,7 +55,9 @@ def test_damage_never_breaks_a_reader(
     data: st.DataObject,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Cut at any byte, or whatever a disk did then: what is whole is read, what is written afterwards too."""
+    """Cut at any byte, or whatever a disk did then: what is whole is read, what is written
+    afterwards too.
+    """
     ring = Ring(folder_of(tmp_path_factory), "engine0", 2**20)
     ring.append([line(*each, time=i) for i, each in enumerate(exchanges)])
     (file,) = ring.folder.glob("*.jsonl")
@@ -77,7 +79,9 @@ def test_damage_never_breaks_a_reader(
 def test_ring_is_bounded(
     sizes: list[int], max_bytes: int, batch: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Never more bytes than it may hold, the newest are there, in order; only what cannot fit is not."""
+    """Never more bytes than it may hold, the newest are there, in order; only what cannot fit is
+    not.
+    """
     ring = Ring(folder_of(tmp_path_factory), "engine0", max_bytes)
     lines = [f"{i:06d}".ljust(size - 1, "x").encode() + b"\n" for i, size in enumerate(sizes)]
     for start in range(0, len(lines), batch):
@@ -89,7 +93,8 @@ def test_ring_is_bounded(
     fitting = [each for each in lines if len(each) <= max_bytes]
     assert kept == fitting[len(fitting) - len(kept) :]
     if fitting:
-        # Room for one entry more, and a file's share of the ring, is all that may be lost by rotation.
+        # Room for one entry more, and a file's share of the ring, is all that may be lost by
+        # rotation.
         lost = fitting[: len(fitting) - len(kept)]
         assert kept
         assert (
@@ -157,7 +162,9 @@ def test_open_folder_is_refused(mode: int, ring: Ring) -> None:
 def test_folder_of_another_user_is_refused(
     ring: Ring, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Closed to others or not: its owner could read what is recorded. So with a file in it, and links."""
+    """Closed to others or not: its owner could read what is recorded. So with a file in it, and
+    links.
+    """
 
     def assert_refused(message: str, refused: Ring = ring) -> None:
         with pytest.raises(ValueError, match=message):

@@ -73,7 +73,9 @@ def prompt_of(length: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("known", [0, 9])
 def test_causal_draft_is_qwen3(known: int, window: int | None) -> None:
-    """One causal layer whose features are the embeddings reads a context as Qwen3 reads a prefix."""
+    """One causal layer whose features are the embeddings reads a context as Qwen3 reads a
+    prefix.
+    """
     config = Qwen3Config(
         **SIZES | {"num_hidden_layers": 1},
         head_dim=16,
@@ -242,5 +244,7 @@ def test_spec_generate_stops(target) -> None:
     ],
 )
 def test_build_target_layer_ids(num_target_layers, num_draft_layers, expected) -> None:
-    """Published drafts' layers: 1 to the third from the end, evenly; the middle one for one layer."""
+    """Published drafts' layers: 1 to the third from the end, evenly; the middle one for one
+    layer.
+    """
     assert build_target_layer_ids(num_target_layers, num_draft_layers) == expected

@@ -1,4 +1,6 @@
-"""Schedules, and the order of equals; that passes reveal what a sort by hand does, and no mask, is in ``test_model.py``."""
+"""Schedules, and the order of equals; that passes reveal what a sort by hand does, and no mask, is
+in ``test_model.py``.
+"""
 
 from __future__ import annotations
 

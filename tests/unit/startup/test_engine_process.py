@@ -116,8 +116,8 @@ def test_a_server_that_ends_its_engine(
 ) -> None:
     """A server that ends its engine logs a dead engine only if the engine died by itself.
 
-    vLLM's own ``shutdown`` and its own reader of outputs run here, with the reader in a loop that is
-    faster than the thread that stops it.
+    vLLM's own ``shutdown`` and its own reader of outputs run here, with the reader in a loop that
+    is faster than the thread that stops it.
     """
     from vllm.v1.engine import async_llm
     from vllm.v1.engine.exceptions import EngineDeadError

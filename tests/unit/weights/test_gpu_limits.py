@@ -68,7 +68,8 @@ def _configuration(folder: Path, parallel: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize(
     ("weights", "gib"),
-    # By the sizes of the published files, less the vision tower's 1.07 GiB: 51.65 GB, 27.20 GB and 18.82 GB.
+    # By the sizes of the published files, less the vision tower's 1.07 GiB: 51.65 GB, 27.20 GB and
+    # 18.82 GB.
     [("bf16", 47.03), ("fp8-dynamic", 24.26), ("nvfp4-modelopt", 16.46)],
 )
 def test_weight_bytes(weights, gib, published):

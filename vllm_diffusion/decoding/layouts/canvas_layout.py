@@ -106,20 +106,22 @@ class CanvasLayout:
         refused_fields: Request fields that this layout cannot honour, each with the reason.
         refused_arguments: Names of ``diffusion_*`` arguments, without that prefix, that it cannot
             honour, each with the reason and the remedy.
-        is_seeded: True if the pass that writes the keys and values before a canvas draws its first token, the
-            *seed*.
+        is_seeded: True if the pass that writes the keys and values before a canvas draws its first
+            token, the *seed*.
         verifies: True if the commit keeps only the tokens of a canvas that its own rows draw.
-        has_spans: True if known tokens attend in both directions within spans: see :meth:`row_spans`.
+        has_spans: True if known tokens attend in both directions within spans: see
+            :meth:`row_spans`.
         narrows: True if a request may have canvases of fewer positions.
         predicts_next: True if a row's hidden state predicts the token after it, and not its own.
-        recomputes: True if each pass computes all tokens of a request anew: no key or value is final before the
-            last token is, so that nothing is cached and no canvas needs a commit.
-        crosses_cache_blocks: True if blocks in which known tokens attend in both directions begin anywhere in a
-            block of the cache.
+        recomputes: True if each pass computes all tokens of a request anew: no key or value is
+            final before the last token is, so that nothing is cached and no canvas needs a commit.
+        crosses_cache_blocks: True if blocks in which known tokens attend in both directions begin
+            anywhere in a block of the cache.
         keeps_emitted: True if what a canvas emits stays in it, given, while the rest is denoised.
-        has_one_length: True if canvases have C positions, however long the sequence is: graphs are captured by
-            their number.
-        has_whole_blocks: True if an answer is denoised in blocks of a length that requests set, all of them whole.
+        has_one_length: True if canvases have C positions, however long the sequence is: graphs are
+            captured by their number.
+        has_whole_blocks: True if an answer is denoised in blocks of a length that requests set, all
+            of them whole.
     """
 
     length: int
@@ -177,14 +179,17 @@ class CanvasLayout:
         return (self.num_given(num_prompt) + num_generated) // length
 
     def num_given(self, num_known: int) -> int:
-        """Return how many leading positions of the canvas after ``num_known`` tokens are known too."""
+        """Return how many leading positions of the canvas after ``num_known`` tokens are known
+        too.
+        """
         return 0
 
     def num_after(self, num_suffix: int) -> int:
         """Return how many positions of a canvas stand after the answer and are no part of it.
 
         Args:
-            num_suffix: Tokens of the request's suffix. A canvas that ends with the answer has them pinned at its end.
+            num_suffix: Tokens of the request's suffix. A canvas that ends with the answer has them
+                pinned at its end.
         """
         return 0
 
@@ -230,8 +235,8 @@ class CanvasLayout:
         Args:
             positions: [num_tokens], positions in the sequence.
             spans: [num_tokens, 2], int32, output.
-            num_known: Computes [num_tokens], int: tokens of the prompt of each row's request, and what
-                it had generated when it was preempted.
+            num_known: Computes [num_tokens], int: tokens of the prompt of each row's request, and
+                what it had generated when it was preempted.
 
         Returns:
             ``spans``; ``None`` if known tokens are causal.
@@ -241,7 +246,8 @@ class CanvasLayout:
     def num_sampled(
         self, num_canvas: np.ndarray, num_known: np.ndarray, block_length: np.ndarray
     ) -> np.ndarray:
-        """Return how many canvas rows of each request are projected onto the vocabulary, [n], int64.
+        """Return how many canvas rows of each request are projected onto the vocabulary, [n],
+        int64.
 
         Args:
             num_canvas: [n], canvas rows of each request.
@@ -270,20 +276,22 @@ class CanvasLayout:
     def shift(
         self, position: Tensor, committed: Callable[[], Tensor], seeding: Callable[[], Tensor]
     ) -> Tensor:
-        """Return how many positions after each sampled row the token stands that it draws, [N], int.
+        """Return how many positions after each sampled row the token stands that it draws, [N],
+        int.
 
         A token that stands at the end of a canvas or after it is the next canvas's first one.
 
         Args:
             position: [N], int, position of each row in its canvas; 0 where it is ``seeding``.
             committed: Computes [N], bool: rows of canvases that the pass commits.
-            seeding: Computes [N], bool: rows of known tokens, of which each draws the first token of the
-                canvas that begins after it.
+            seeding: Computes [N], bool: rows of known tokens, of which each draws the first token
+                of the canvas that begins after it.
         """
         return torch.zeros_like(position)
 
     def seed_position(self, num_final: Tensor) -> Tensor:
-        """Return the position of a committed canvas whose row draws the next one's first token, [R], int.
+        """Return the position of a committed canvas whose row draws the next one's first token,
+        [R], int.
 
         Args:
             num_final: [R], int32: result of :meth:`num_final`.
@@ -308,7 +316,8 @@ class CanvasLayout:
             draws: Values for N rows of canvases.
             committed: Computes [N], bool, as for :meth:`shift`.
             seeding: Computes [N], bool, as for :meth:`shift`.
-            drawn_at: Computes [N], int64: position in its sequence of the token that each row draws.
+            drawn_at: Computes [N], int64: position in its sequence of the token that each row
+                draws.
         """
         return draws
 

@@ -1,4 +1,6 @@
-"""Layout of models that attend over prompt and answer in both directions: one canvas holds the sequence."""
+"""Layout of models that attend over prompt and answer in both directions: one canvas holds the
+sequence.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,10 @@ _WHOLE = (
 class WholeSequence(CanvasLayout):
     """A canvas begins at position 0 and holds all tokens, of which the known ones are given.
 
-    Every pass runs every row, since each key and value depends on all tokens: none is final before the last
-    token is, so that nothing is cached. The answer is cut into blocks, of which the first one that has
-    masks is denoised, and the last one ends with the answer. A block is emitted when it is decided, and stays in the
-    canvas.
+    Every pass runs every row, since each key and value depends on all tokens: none is final before
+    the last token is, so that nothing is cached. The answer is cut into blocks, of which the first
+    one that has masks is denoised, and the last one ends with the answer. A block is emitted when
+    it is decided, and stays in the canvas.
     """
 
     summary: ClassVar[str] = "the whole sequence, in both directions; nothing is cached"
@@ -100,7 +102,9 @@ class ShiftedSequence(WholeSequence):
 
 @dataclass(frozen=True)
 class SequenceOfBlocks(WholeSequence):
-    """A whole sequence whose answer has whole blocks, of which a request gets its tokens, where there is room for them."""
+    """A whole sequence whose answer has whole blocks, of which a request gets its tokens, where
+    there is room for them.
+    """
 
     summary: ClassVar[str] = f"{WholeSequence.summary}; whole blocks"
     has_whole_blocks = True

@@ -109,8 +109,8 @@ def calibrate(
         All reports of the training.
 
     Raises:
-        ValueError: Naming the field, the file or the option and the remedy, before anything is trained;
-            and as :func:`~vllm_diffusion.drafting.calibration.train.train`.
+        ValueError: Naming the field, the file or the option and the remedy, before anything is
+            trained; and as :func:`~vllm_diffusion.drafting.calibration.train.train`.
     """
     if out.exists():
         raise ValueError(f"--out: {out} is there already; name a new folder.")

@@ -1,8 +1,8 @@
 """Extraction of the target's hidden states at recorded tokens, by a replay through vLLM.
 
-The engine is the target's with ``method: extract_hidden_states``: it reads each sequence once, as a prompt,
-and keeps the outputs of the layers that the draft reads. They are those that the draft will see when it is
-served: the same engine and its numerics, and the same KV cache if that is requested.
+The engine is the target's with ``method: extract_hidden_states``: it reads each sequence once, as a
+prompt, and keeps the outputs of the layers that the draft reads. They are those that the draft will
+see when it is served: the same engine and its numerics, and the same KV cache if that is requested.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 _STAGING = ".staging"
 # Bytes of hidden states that may be staged at a time, in addition to the written ones.
 _BATCH_BYTES = 256 * 2**20
-# KV caches whose keys and values the target was run with by its publisher or by many: the outputs of
-# layers after them are its own. Hidden states themselves are kept unquantised with each.
+# KV caches whose keys and values the target was run with by its publisher or by many: the outputs
+# of layers after them are its own. Hidden states themselves are kept unquantised with each.
 _CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc")
 # Why exchanges are left out, in the command's words.
 _REPEATED, _TOO_LONG, _NO_ROOM = "repeat another", "are too long", "have no room (--disk-gib)"
@@ -82,8 +82,8 @@ def extract(
         report: Called with a line of progress.
 
     Raises:
-        ValueError: Before weights are loaded, naming the option or the field and the remedy; and after
-            that if the engine gave something else than was requested.
+        ValueError: Before weights are loaded, naming the option or the field and the remedy; and
+            after that if the engine gave something else than was requested.
     """
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"--out: {out} is not empty; name a new folder.")

@@ -14,7 +14,8 @@ _STYLE = (
 
 
 def draw_training(history: Sequence[Progress]) -> str:
-    """Draw an SVG of three panels: the loss of each report, and the last report's figures by position.
+    """Draw an SVG of three panels: the loss of each report, and the last report's figures by
+    position.
 
     Args:
         history: Result of :func:`~vllm_diffusion.drafting.calibration.train.train`.

@@ -23,9 +23,10 @@ class Sample:
 
     Attributes:
         token_ids: Token ids of the sequence, [T], int64.
-        hidden_states: Outputs of the layers that the draft reads, [T, num_layers, hidden], any float
-            dtype.
-        answer_start: Position of the first token that the target wrote: nothing before it is learnt.
+        hidden_states: Outputs of the layers that the draft reads, [T, num_layers, hidden], any
+            float dtype.
+        answer_start: Position of the first token that the target wrote: nothing before it is
+            learnt.
     """
 
     token_ids: Tensor
@@ -66,7 +67,9 @@ def read_sample(path: Path, num_layers: int, hidden_size: int) -> Sample:
 
 
 def sample_name(idx: int, is_held_out: bool) -> str:
-    """Return a sample's file name; it begins with ``held-out`` if drafts are only measured on it."""
+    """Return a sample's file name; it begins with ``held-out`` if drafts are only measured on
+    it.
+    """
     return f"{_HELD_OUT if is_held_out else 'sample'}-{idx:07d}.safetensors"
 
 

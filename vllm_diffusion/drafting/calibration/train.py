@@ -2,8 +2,8 @@
 
 Each sample gives many blocks at random anchors, all of them in one pass: a block sees the context
 before its anchor, as it will when it drafts. Most blocks are all masks; of some a random share is
-revealed, so that several passes find what they were trained on. What is learnt is the cross-entropy of
-the masked tokens, those near the anchor more, since a proposal counts only if all before it do.
+revealed, so that several passes find what they were trained on. What is learnt is the cross-entropy
+of the masked tokens, those near the anchor more, since a proposal counts only if all before it do.
 
 Source: z-lab's DFlash (arXiv:2602.06036), appendix A.1; random shares and Muon are this project's.
 """

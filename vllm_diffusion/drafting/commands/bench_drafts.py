@@ -153,7 +153,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _differ(results: Sequence[Result], plan: Plan) -> bool:
-    """Print whether rules that are promised to answer alike did, and return true if they did not."""
+    """Print whether rules that are promised to answer alike did, and return true if they did
+    not.
+    """
     exact = [each for each in results if each.contender.rule in EXACT and not each.failure]
     if plan.temperature or len(exact) < 2:
         print(f"No answers were compared: those of {' and '.join(EXACT)} at temperature 0 are.")

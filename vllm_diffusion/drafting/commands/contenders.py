@@ -1,4 +1,6 @@
-"""Ways to serve a target, each as the options of a server: with a draft, or by a rule of a diffusion model's own."""
+"""Ways to serve a target, each as the options of a server: with a draft, or by a rule of a
+diffusion model's own.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ class Method(NamedTuple):
     Attributes:
         text: As it was typed, the name of its server.
         name: One of :data:`METHODS` or :data:`RULES`, or a name in ``_mtp``.
-        settings: For DFlash of ``drafting``, for another draft of ``--speculative-config``, for a rule
-            of ``diffusion``.
+        settings: For DFlash of ``drafting``, for another draft of ``--speculative-config``, for a
+            rule of ``diffusion``.
     """
 
     text: str
@@ -69,7 +71,9 @@ def named_method(value: str) -> Method:
 
 
 def named_draft(value: str) -> tuple[str, str]:
-    """Read ``MODEL`` or ``METHOD=MODEL``, into the method, DFlash where none is named, and the model."""
+    """Read ``MODEL`` or ``METHOD=MODEL``, into the method, DFlash where none is named, and the
+    model.
+    """
     method, is_named, name = value.partition("=")
     # A path may have the sign too, a method has no slash.
     if not is_named or "/" in method:

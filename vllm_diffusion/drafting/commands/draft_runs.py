@@ -1,4 +1,6 @@
-"""Races of servers that have one target and different drafts, measured by the servers' own counters."""
+"""Races of servers that have one target and different drafts, measured by the servers' own
+counters.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,10 @@ class Contender:
 
     Attributes:
         options: Options of ``vllm serve``, in addition to those of all.
-        rule: By which a model of this package is served, where rules are compared; empty where drafts are.
-        by_turns: Ways that its requests choose, one after another and again; an empty one chooses none.
+        rule: By which a model of this package is served, where rules are compared; empty where
+            drafts are.
+        by_turns: Ways that its requests choose, one after another and again; an empty one chooses
+            none.
     """
 
     name: str
@@ -59,7 +63,8 @@ class Round:
 
     Attributes:
         seconds: Seconds from the first request to the last answer.
-        processor_seconds: Those of the server's processes, meanwhile: what else a machine does is not in it.
+        processor_seconds: Those of the server's processes, meanwhile: what else a machine does is
+            not in it.
         answers: Token ids of every answer, in the order of the prompts.
     """
 
@@ -232,7 +237,9 @@ def refusal(log: str) -> str:
 
 
 def processor_seconds(processes: Sequence[int]) -> float:
-    """Sum the seconds of all cores that processes have used; those that have ended count nothing."""
+    """Sum the seconds of all cores that processes have used; those that have ended count
+    nothing.
+    """
     total = 0.0
     for process in processes:
         with suppress(psutil.Error):

@@ -55,7 +55,9 @@ def ratios(
 
 
 def processor_ratios(rounds: Sequence[Round], baseline: Sequence[Round]) -> list[float]:
-    """Compute :func:`ratios` of processor seconds; nothing where a round is too short for their clock."""
+    """Compute :func:`ratios` of processor seconds; nothing where a round is too short for their
+    clock.
+    """
     if not all(each.processor_seconds for each in (*rounds, *baseline)):
         return []
     return ratios(rounds, baseline, lambda r: r.processor_seconds)
@@ -77,7 +79,9 @@ def _speeds(concurrency: int, whole: Sequence[Result], baseline: Result, plan: P
 
 
 def _same_tokens(result: Result, baseline: Result, plan: Plan) -> bool | None:
-    """Return whether greedy answers are the same; ``None`` where it is not promised: a canvas has another law."""
+    """Return whether greedy answers are the same; ``None`` where it is not promised: a canvas has
+    another law.
+    """
     has_canvases = {DIFFUSION, MIXED} & {result.contender.rule, baseline.contender.rule}
     if plan.temperature or baseline.failure or has_canvases:
         return None

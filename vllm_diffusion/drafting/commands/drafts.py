@@ -47,7 +47,9 @@ class Preset:
 
     @property
     def command(self) -> str:
-        """Command that serves both, for a shell, with the publisher's block where that of the draft is unknown."""
+        """Command that serves both, for a shell, with the publisher's block where that of the draft
+        is unknown.
+        """
         spec = {
             "method": "dflash",
             "model": self.draft,

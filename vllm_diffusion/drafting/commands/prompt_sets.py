@@ -18,7 +18,8 @@ from vllm_diffusion.drafting.recording import read_recording
 if TYPE_CHECKING:
     from openai import OpenAI
 
-# Held-out questions of the shipped checkpoints' tasks, and others; examples/checkpoints/write_tiny_tasks.py writes it.
+# Held-out questions of the shipped checkpoints' tasks, and others;
+# examples/checkpoints/write_tiny_tasks.py writes it.
 TINY_TASKS_FILE = Path(__file__).resolve().parents[2] / "checkpoints" / "tiny_tasks.jsonl"
 TINY_TASKS = "tiny-tasks"
 _WHAT = f"a file of JSON lines, the folder of a recording, or {TINY_TASKS}"
@@ -74,7 +75,8 @@ def given_prompts(arguments: argparse.Namespace, default: Sequence[str] = ()) ->
 
 
 def read_prompts(source: str, num_prompts: int, seed: int = 0) -> list[Prompt]:
-    """Draw at most ``num_prompts`` of each task of a file, by ``seed``, or the newest of a recording.
+    """Draw at most ``num_prompts`` of each task of a file, by ``seed``, or the newest of a
+    recording.
 
     Raises:
         UsageError: If the source is not there, or a line of it is no prompt.

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from vllm_diffusion.cli.checkpoint import Subcommands
     from vllm_diffusion.drafting.calibration.train import Progress
 
-# File of a trained draft: tokens a verification of it and of the one that it began with, and whether it is better.
+# File of a trained draft: tokens a verification of it and of the one that it began with, and
+# whether it is better.
 COMPARISON = "comparison.json"
 # Of the time that is left after the extraction: the drafts are compared in the rest.
 _SHARE_OF_TRAINING = 0.7
@@ -35,7 +36,9 @@ _TICK_SECONDS, _LONGEST_TICK = 0.5, 5.0
 
 
 class RunningTime:
-    """Clock of the time that this process runs: it stands while `calibrate online` halts the process."""
+    """Clock of the time that this process runs: it stands while `calibrate online` halts the
+    process.
+    """
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -128,7 +131,8 @@ def run(arguments: argparse.Namespace) -> int:
         _check_device(arguments.device)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
             samples = Path(folder) / "samples"
-            # Its engine needs a process without torch's threads, and what it has loaded goes with it.
+            # Its engine needs a process without torch's threads, and what it has loaded goes with
+            # it.
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
                 pool.submit(
                     extract,
@@ -194,7 +198,8 @@ def extract(
 
     Args:
         target: The model, and options of vLLM for it.
-        exchanges: As of :func:`~vllm_diffusion.drafting.calibration.extract.extract`, like those that follow.
+        exchanges: As of :func:`~vllm_diffusion.drafting.calibration.extract.extract`, like those
+            that follow.
         layers: Layers whose outputs are written.
         out: Folder of the samples.
         max_bytes: Limit for all of them.
@@ -231,7 +236,8 @@ def extract(
 def _train(
     arguments: argparse.Namespace, settings: TrainSettings, samples: Path, running: RunningTime
 ) -> None:
-    """Train on a folder of samples, save the draft, and say whether it is better than the first one.
+    """Train on a folder of samples, save the draft, and say whether it is better than the first
+    one.
 
     Raises:
         ValueError: If no time is left to train, and as

@@ -27,8 +27,8 @@ def check_drafts(vllm_config: VllmConfig) -> None:
         )
     is_staged = vllm_config.parallel_config.pipeline_parallel_size > 1
     if is_staged and not vllm_config.scheduler_config.async_scheduling:
-        # vLLM's synchronous scheduler gets the drafts of a step before it knows the tokens of that step, and
-        # asks the first stage for fewer tokens than it verifies.
+        # vLLM's synchronous scheduler gets the drafts of a step before it knows the tokens of that
+        # step, and asks the first stage for fewer tokens than it verifies.
         raise ValueError(
             "--pipeline-parallel-size with --speculative-config does not run with --no-async-scheduling, "
             "with which drafts do not reach vLLM's stages in time; leave --no-async-scheduling out."

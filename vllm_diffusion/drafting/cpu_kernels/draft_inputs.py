@@ -1,4 +1,5 @@
-"""NumPy in place of the Triton kernel for a DFlash draft's inputs; see ``vllm_diffusion.cpu.kernels``.
+"""NumPy in place of the Triton kernel for a DFlash draft's inputs; see
+``vllm_diffusion.cpu.kernels``.
 
 Kernels for the inputs of other methods are interpreted.
 """

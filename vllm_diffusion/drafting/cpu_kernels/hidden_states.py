@@ -28,7 +28,8 @@ class CpuHiddenStatesConnector(ExampleHiddenStatesConnector):
     """Connector that writes a request's states at once, since the cache is in host memory."""
 
     def _submit_async_write(self, pending: Any) -> None:
-        """Write ``token_ids`` [T] and ``hidden_states`` [T, states, hidden_size] to the request's file.
+        """Write ``token_ids`` [T] and ``hidden_states`` [T, states, hidden_size] to the request's
+        file.
 
         A failed write is logged, as in vLLM: the reader finds no file.
         """

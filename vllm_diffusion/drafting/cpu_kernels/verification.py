@@ -1,7 +1,9 @@
-"""NumPy in place of the Triton kernels that verify drafts; see ``vllm_diffusion.cpu.sampling_kernels``.
+"""NumPy in place of the Triton kernels that verify drafts; see
+``vllm_diffusion.cpu.sampling_kernels``.
 
-Block and synthetic verification and laws of drafts ("probabilistic") are interpreted, but for what is drawn
-in the end: the interpreter has no ``log1p``. FLy and watermarks are refused when the platform is configured.
+Block and synthetic verification and laws of drafts ("probabilistic") are interpreted, but for what
+is drawn in the end: the interpreter has no ``log1p``. FLy and watermarks are refused when the
+platform is configured.
 """
 
 from __future__ import annotations
@@ -85,7 +87,9 @@ def _log_sum(of: Launch, row: int) -> np.float32:
 
 
 def rejection(of: Launch) -> tuple[int, ...] | None:
-    """Write each request's accepted drafts and their number; a greedy one gets the next token too."""
+    """Write each request's accepted drafts and their number; a greedy one gets the next token
+    too.
+    """
     if of.HAS_DRAFT_LOGITS or of.USE_BLOCK_VERIFICATION or of.SYNTHETIC_MODE:
         return (len(of.idx_mapping),)
     bounds = of.cu_num_logits.tolist()

@@ -1,7 +1,7 @@
 """Endpoint that replaces the draft of a running server.
 
-vLLM loads this where ``VLLM_PLUGINS`` names it. It reaches the engine by vLLM's own weight updates and
-pauses alone.
+vLLM loads this where ``VLLM_PLUGINS`` names it. It reaches the engine by vLLM's own weight updates
+and pauses alone.
 """
 
 from __future__ import annotations

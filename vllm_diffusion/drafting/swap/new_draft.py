@@ -169,7 +169,8 @@ def _checked_tensors(folder: Path, shapes: dict[str, tuple[int, ...]]) -> list[S
         shapes: Shapes by name.
 
     Raises:
-        ValueError: If a tensor is unknown, missing, of another shape or kind of number, or not finite.
+        ValueError: If a tensor is unknown, missing, of another shape or kind of number, or not
+            finite.
     """
     files = weight_files(folder)
     problems = [f"{file} {problem}" for file in files if (problem := file_problem(file))]

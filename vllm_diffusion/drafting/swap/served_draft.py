@@ -18,7 +18,8 @@ from vllm.distributed.weight_transfer.base import (
 from vllm_diffusion.drafting.swap import FATES, RESTORE, UNHARMED
 from vllm_diffusion.drafting.swap.new_draft import check_replaceable, read_new_draft
 
-# Projections of the context's keys and values of all layers, which vLLM builds of the loaded layers.
+# Projections of the context's keys and values of all layers, which vLLM builds of the loaded
+# layers.
 _FUSED = ("_fused_kv_weight", "_fused_kv_bias", "_k_norm_weights")
 # Prefix of the target's embedding, which is no part of a draft.
 _EMBEDDING = "embed_tokens."
@@ -35,8 +36,8 @@ class DraftUpdateInfo(WeightTransferUpdateInfo):
 
     Attributes:
         path: Absolute path of the draft's folder, as the server sees it.
-        replaced: In place of a path, what becomes of the draft that the last update replaced, and the
-            worker keeps: one of ``FATES``.
+        replaced: In place of a path, what becomes of the draft that the last update replaced, and
+            the worker keeps: one of ``FATES``.
     """
 
     path: str = ""
@@ -62,9 +63,9 @@ class DraftUpdateInfo(WeightTransferUpdateInfo):
 class DraftWeightTransferEngine(WeightTransferEngine[DraftInitInfo, DraftUpdateInfo]):
     """Loads another draft of an autoregressive model from a folder.
 
-    An update is planned, and then carried out: a new draft is read and checked before the
-    engine is paused, and its loading is a copy from host memory. The replaced weights stay in host
-    memory until they are put back or dropped. Captured graphs stay valid, since every tensor keeps its
+    An update is planned, and then carried out: a new draft is read and checked before the engine is
+    paused, and its loading is a copy from host memory. The replaced weights stay in host memory
+    until they are put back or dropped. Captured graphs stay valid, since every tensor keeps its
     address.
     """
 

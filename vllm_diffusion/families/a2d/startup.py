@@ -1,20 +1,27 @@
-"""A2D: autoregressive models trained further to diffuse, as BD3LM or as MDLM; masks revealed by probability.
+"""A2D: autoregressive models trained further to diffuse, as BD3LM or as MDLM; masks revealed by
+probability.
 
-BD3LM's blocks of 32 are counted from the end of the prompt and attend in both directions, the prompt's too, whose first
-block is the short one. MDLM attends over the whole sequence, blocks of 128 after the one that is denoised too.
+BD3LM's blocks of 32 are counted from the end of the prompt and attend in both directions, the
+prompt's too, whose first block is the short one. MDLM attends over the whole sequence, blocks of
+128 after the one that is denoised too.
 
-Source: ZHZisZZ/dllm at ca17675, ``bd3lm.py``, ``mdlm.py`` and ``utils.py`` of ``dllm/core/samplers``, with their defaults: 128
-steps for 128 tokens, which are as many for each block as it has positions. It differs:
+Source: ZHZisZZ/dllm at ca17675, ``bd3lm.py``, ``mdlm.py`` and ``utils.py`` of
+``dllm/core/samplers``, with their defaults: 128 steps for 128 tokens, which are as many for each
+block as it has positions. It differs:
 
-- Steps are those of a block; there they are those of the answer, divided by its blocks and rounded up.
-- An answer ends with its first end token; there after the block that has one, as MDLM not at all (``ignore_eos``).
+- Steps are those of a block; there they are those of the answer, divided by its blocks and rounded
+  up.
+- An answer ends with its first end token; there after the block that has one, as MDLM not at all
+  (``ignore_eos``).
 - The padding token is a token like others; there one that is generated vanishes from later blocks.
 - Batches have no padding: a request gets what it gets alone.
 - The mask token is never drawn, and among equally confident positions the leftmost comes first.
-- ``cfg_scale`` and ``stochastic_transfer`` are left out, of BD3LM ``right_shift_logits`` and ``remasking="random"`` too. MDLM has
-  them as the rule ``shifted_reveal_in_blocks`` and the strategy ``random``.
+- ``cfg_scale`` and ``stochastic_transfer`` are left out, of BD3LM ``right_shift_logits`` and
+  ``remasking="random"`` too. MDLM has them as the rule ``shifted_reveal_in_blocks`` and the
+  strategy ``random``.
 
-A checkpoint does not say which of the two it is: both have the same ``config.json``. An operator names MDLM's architecture.
+A checkpoint does not say which of the two it is: both have the same ``config.json``. An operator
+names MDLM's architecture.
 """
 
 from __future__ import annotations
@@ -66,7 +73,9 @@ _OPTIONS: dict[str, Any] = {
 
 
 class _Qwen3Body:
-    """What entries have of Qwen3, however it was trained; the mask is the first id that the tokenizer has free."""
+    """What entries have of Qwen3, however it was trained; the mask is the first id that the
+    tokenizer has free.
+    """
 
     body: ClassVar[str] = "Qwen3ForCausalLM"
     mask_token_id: ClassVar[int] = 151669

@@ -1,11 +1,12 @@
 """DiffusionGemma's LoRA adapters: one part for the encoder's rows, and one for the decoder's.
 
 PEFT sees the encoder's layers and the decoder's, which share their weights, and trains matrices for
-each. NeMo trains one stack, named ``model.layers``, and merges its adapters into the shared weights: such
-matrices are of both parts. Here they are the same layers, and a row of a pass is the one's or the other's: known tokens are
-the encoder's, and rows of a canvas that is being denoised the decoder's. So an adapter has two of the
-places that vLLM's layers keep matrices in, and each row is given the one that it reads, on the device,
-since only there is known which canvases finished. Self-conditioning is the decoder's alone.
+each. NeMo trains one stack, named ``model.layers``, and merges its adapters into the shared
+weights: such matrices are of both parts. Here they are the same layers, and a row of a pass is the
+one's or the other's: known tokens are the encoder's, and rows of a canvas that is being denoised
+the decoder's. So an adapter has two of the places that vLLM's layers keep matrices in, and each row
+is given the one that it reads, on the device, since only there is known which canvases finished.
+Self-conditioning is the decoder's alone.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ _CONDITIONING = "self_conditioning"
 
 
 class EncoderDecoderLora(LoRAModel):
-    """An adapter: vLLM's holds the encoder's part, and this adds the decoder's; either may be empty."""
+    """An adapter: vLLM's holds the encoder's part, and this adds the decoder's; either may be
+    empty.
+    """
 
     decoder: LoRAModel
 
@@ -61,7 +64,9 @@ class EncoderDecoderLora(LoRAModel):
 
 
 class EncoderDecoderAdapters(LRUCacheLoRAModelManager):
-    """vLLM's manager with two places for each adapter: the encoder's, then as many for the decoder's."""
+    """vLLM's manager with two places for each adapter: the encoder's, then as many for the
+    decoder's.
+    """
 
     lora_config: LoRAConfig
 
@@ -129,7 +134,8 @@ class EncoderDecoderAdapters(LRUCacheLoRAModelManager):
     def assign_rows(self, canvas_rows: Tensor, is_denoised: Tensor) -> None:
         """Give each row of the pass its part of its request's adapter.
 
-        vLLM states which adapter a row has only where that changed, and the same rows may be canvases now.
+        vLLM states which adapter a row has only where that changed, and the same rows may be
+        canvases now.
 
         Args:
             canvas_rows: [num_canvas_rows], int64, where in the pass they are.
@@ -164,7 +170,9 @@ class EncoderDecoderAdapters(LRUCacheLoRAModelManager):
             self.lora_config = config
 
     def _copy_keys_to_values(self, part: LoRAModel) -> None:
-        """Full-attention layers have no ``v_proj``: what projects their keys projects their values."""
+        """Full-attention layers have no ``v_proj``: what projects their keys projects their
+        values.
+        """
         for name, weights in list(part.loras.items()):
             stem, _, end = name.rpartition("k_proj")
             value = f"{stem}v_proj"

@@ -117,7 +117,9 @@ def _stores_floats(model_config: ModelConfig) -> bool:
 
 
 class TwoScalarLayer(Gemma4DecoderLayer):
-    """Layer whose outputs the encoder and the decoder multiply by scalars of their own, row by row."""
+    """Layer whose outputs the encoder and the decoder multiply by scalars of their own, row by
+    row.
+    """
 
     @classmethod
     def adopt(cls, layer: Any, is_decoder_row: Tensor) -> None:
@@ -343,7 +345,8 @@ class DiffusionGemmaForBlockDiffusion(
         logits = self.logits_processor(self.lm_head, hidden_states).float()
         if self.softcap is None:
             return logits
-        # In place: vLLM asks for 1,024 rows at once, a GiB, which its memory profile knows nothing of.
+        # In place: vLLM asks for 1,024 rows at once, a GiB, which its memory profile knows nothing
+        # of.
         return logits.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -381,11 +384,12 @@ class DiffusionGemmaForBlockDiffusion(
     def _with_scalars(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield new weights; write layers' scalars where the passes read them.
 
-        vLLM loads a layer anew once it has all of its tensors. So a scalar is passed on under both names,
-        since the other one may come later, in a call of its own, or never.
+        vLLM loads a layer anew once it has all of its tensors. So a scalar is passed on under both
+        names, since the other one may come later, in a call of its own, or never.
 
         Raises:
-            ValueError: If an update parts the two, which the passes of a running server do not tell apart.
+            ValueError: If an update parts the two, which the passes of a running server do not tell
+                apart.
         """
         came: dict[int, float] = {}
         for name, tensor in weights:
@@ -411,8 +415,8 @@ class DiffusionGemmaForBlockDiffusion(
 def _ignore_values_with_keys(quant_config: QuantizationConfig | None, text_config: Any) -> None:
     """Leave the values of full-attention layers unquantised where an ignore list names their keys.
 
-    Such a layer has no ``v_proj``, so no list names it, and vLLM makes one matrix of queries, keys and values:
-    it refuses to quantise a part of it.
+    Such a layer has no ``v_proj``, so no list names it, and vLLM makes one matrix of queries, keys
+    and values: it refuses to quantise a part of it.
     """
     for attribute in ("ignore", "ignored_layers", "exclude_modules"):
         entries = getattr(quant_config, attribute, None)

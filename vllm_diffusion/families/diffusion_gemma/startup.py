@@ -1,7 +1,8 @@
-"""Start-up of DiffusionGemma: its settings, the numbers of its configuration and the names of its tensors.
+"""Start-up of DiffusionGemma: its settings, the numbers of its configuration and the names of its
+tensors.
 
-transformers refuses a number of another type, by its name. One of the right type that is none of a size
-would otherwise be served (a negative sliding window), or end in the middle of an allocation.
+transformers refuses a number of another type, by its name. One of the right type that is none of a
+size would otherwise be served (a negative sliding window), or end in the middle of an allocation.
 
 Encoder and decoder share their text layers. A checkpoint stores what they share once, under either
 one's name; the decoder's is canonical. Only ``layer_scalar`` is stored for both.
@@ -53,7 +54,8 @@ _KEYS = {"entropy_bound": "sampler_config.entropy_bound"}
 
 
 def published_settings(model_config: ModelConfig) -> Published:
-    """Read the settings in the checkpoint's ``generation_config.json``; what it lacks is as published.
+    """Read the settings in the checkpoint's ``generation_config.json``; what it lacks is as
+    published.
 
     Raises:
         ValueError: If it names another sampler, or its sampler is no object.
@@ -120,7 +122,8 @@ def check_config_numbers(hf_config: Any, takes_images: bool = True) -> None:
 
     Args:
         hf_config: transformers' configuration of a DiffusionGemma checkpoint.
-        takes_images: False of a server with ``--language-model-only``, which reads no number of images.
+        takes_images: False of a server with ``--language-model-only``, which reads no number of
+            images.
 
     Raises:
         ValueError: Naming the number, what it is and what it may be.
@@ -222,7 +225,8 @@ class DiffusionGemmaTensors(TensorRules):
         return (name,)
 
     def shared_name(self, name: str) -> str | None:
-        """Return a tensor's name in a model of one stack, as NeMo trains it; ``None`` if it has none there.
+        """Return a tensor's name in a model of one stack, as NeMo trains it; ``None`` if it has
+        none there.
 
         Its adapter of such a module acts on both the encoder's rows and the decoder's.
         """

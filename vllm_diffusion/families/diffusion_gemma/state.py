@@ -99,7 +99,9 @@ class DiffusionGemmaModelState(EmbeddedModelState):
         return {"inputs_embeds": self._inputs_embeds[: input_batch.num_tokens_after_padding]}
 
     def _is_denoised(self, slot: Tensor) -> Tensor:
-        """Tell canvas rows of the decoder, [num_rows], bool, from those of finished canvases, which are the encoder's."""
+        """Tell canvas rows of the decoder, [num_rows], bool, from those of finished canvases, which
+        are the encoder's.
+        """
         phase: Tensor = self.slots.phase[slot]
         return phase != int(Phase.COMMITTING)
 
@@ -110,7 +112,8 @@ class DiffusionGemmaModelState(EmbeddedModelState):
         such module.
 
         Args:
-            rows: [num_rows], int64, where in the pass they are: the beginning of ``pass_rows.index``.
+            rows: [num_rows], int64, where in the pass they are: the beginning of
+                ``pass_rows.index``.
         """
         pass_rows = self.pass_rows
         slot, position = pass_rows.slot[: len(rows)], pass_rows.position[: len(rows)]
@@ -123,7 +126,9 @@ class DiffusionGemmaModelState(EmbeddedModelState):
         self._write(rows, slot, conditioned, plain, is_decoder_row=is_decoder_row)
 
     def _read_canvases(self, slot: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens of canvas rows, [num_rows], int64, and signals of their last step, [num_rows, hidden_size]."""
+        """Tokens of canvas rows, [num_rows], int64, and signals of their last step, [num_rows,
+        hidden_size].
+        """
         slots = self.slots
         # The first step of a canvas has nothing to go by; a pinned position is given none.
         has_signal = (slots.step[slot] > 0) & ~slots.pinned[slot, position]

@@ -1,16 +1,18 @@
-"""Dream, Dream-Coder and DiffuCoder: the whole sequence in both directions, revealed by a schedule in time.
+"""Dream, Dream-Coder and DiffuCoder: the whole sequence in both directions, revealed by a schedule
+in time.
 
-Source: ``diffusion_generate`` of Dream's ``generation_utils.py``, as ZHZisZZ/dllm has it at ca17675, with the README's 512 steps
-and ``alg="entropy"`` (DreamLM/Dream at fac0a7f), where the function's default is ``origin``. It differs:
+Source: ``diffusion_generate`` of Dream's ``generation_utils.py``, as ZHZisZZ/dllm has it at
+ca17675, with the README's 512 steps and ``alg="entropy"`` (DreamLM/Dream at fac0a7f), where the
+function's default is ``origin``. It differs:
 
-- An answer ends with its first end token, when all of it is decided; there it goes on, and demos cut the text.
-  ``ignore_eos`` gives all of it.
-- Steps that reveal nothing are no passes: with as many steps as tokens the first one, with twice as many half of them.
-  Draws are counted by the passes that are left. ``origin`` leaves out none.
+- An answer ends with its first end token, when all of it is decided; there it goes on, and demos
+  cut the text. ``ignore_eos`` gives all of it.
+- Steps that reveal nothing are no passes: with as many steps as tokens the first one, with twice as
+  many half of them. Draws are counted by the passes that are left. ``origin`` leaves out none.
 - With both filters ``top_k`` is applied first, as in vLLM; there ``top_p`` is.
 - An entropy is that of the probabilities; there 1e-10 is added to each within the logarithm.
-- The number of masks of a step is computed in float32 as there; where it is within rounding of a whole number (7 of
-  524,288 pairs of step and masks with 512 steps) it may be one more or less.
+- The number of masks of a step is computed in float32 as there; where it is within rounding of a
+  whole number (7 of 524,288 pairs of step and masks with 512 steps) it may be one more or less.
 - The mask token is never drawn, and one in the prompt stays; among equals the leftmost comes first.
 - DreamOn's growing canvas is left out.
 """

@@ -1,25 +1,27 @@
 """DreamReasoner: blocks of 32 masks, revealed by confidence.
 
-Blocks are counted from the start of the prompt and attend in both directions, the prompt's too. Dream-7B
-has the same ``model_type``, another architecture and other layers; its ``config.json`` has no ``block_size``.
+Blocks are counted from the start of the prompt and attend in both directions, the prompt's too.
+Dream-7B has the same ``model_type``, another architecture and other layers; its ``config.json`` has
+no ``block_size``.
 
-Source: a third party's port of the checkpoint's own ``generation_utils.py``, which claims to be exact:
-Yanzhen-CN/Benchmark-dllm at b8e8cfb, ``src/dllm_bench/models/dreamreasoner.py``. Layers and configuration:
-SJTU-DENG-Lab/Diffulex at 184ba97, ``diffulex/model/dream_reasoner.py`` and its test. The publisher's own
-files were not found, and no published weights were run.
+Source: a third party's port of the checkpoint's own ``generation_utils.py``, which claims to be
+exact: Yanzhen-CN/Benchmark-dllm at b8e8cfb, ``src/dllm_bench/models/dreamreasoner.py``. Layers and
+configuration: SJTU-DENG-Lab/Diffulex at 184ba97, ``diffulex/model/dream_reasoner.py`` and its test.
+The publisher's own files were not found, and no published weights were run.
 
-The loop is SDAR's. That its last step takes every mask changes nothing: the even schedule reveals the
-whole block by then. ``low_confidence_dynamic``, ``low_confidence_static`` and ``sequential`` are ``dynamic``,
-``static`` and ``sequential`` here. It differs:
+The loop is SDAR's. That its last step takes every mask changes nothing: the even schedule reveals
+the whole block by then. ``low_confidence_dynamic``, ``low_confidence_static`` and ``sequential``
+are ``dynamic``, ``static`` and ``sequential`` here. It differs:
 
-- ``static`` takes as many steps as the block is long, like the others; there it takes one unless the call
-  says otherwise (``"diffusion_max_steps": 1``).
-- ``sequential`` reveals the leftmost masks; there a run of positions from the first mask on, which counts
-  decided positions too. They are the same unless a request pins tokens.
+- ``static`` takes as many steps as the block is long, like the others; there it takes one unless
+  the call says otherwise (``"diffusion_max_steps": 1``).
+- ``sequential`` reveals the leftmost masks; there a run of positions from the first mask on, which
+  counts decided positions too. They are the same unless a request pins tokens.
 - At temperature 0 a probability is the plain one; there ``top_k`` and ``top_p`` act on it.
 - The mask token is never drawn, an answer ends with its first end token, and among equally
   confident positions the leftmost comes first.
-- ``entropy_bounded`` is left out: its bound is of ``p log p`` of the drawn token alone, which is no entropy.
+- ``entropy_bounded`` is left out: its bound is of ``p log p`` of the drawn token alone, which is no
+  entropy.
 """
 
 from __future__ import annotations

@@ -1,22 +1,24 @@
 """Fast-dLLM v2: blocks of 32, filled by sub-blocks of 8, over logits shifted by one.
 
 The row of a position predicts the token after it. A block's first token comes from the pass that
-writes the known tokens' keys and values, and is the likeliest at any temperature; a block that begins
-within the prompt has it already. Blocks are counted from the start of the prompt and attend in both
-directions, the prompt's too.
+writes the known tokens' keys and values, and is the likeliest at any temperature; a block that
+begins within the prompt has it already. Blocks are counted from the start of the prompt and attend
+in both directions, the prompt's too.
 
 Source: ``generate`` of ``modeling.py`` of Efficient-Large-Model/Fast_dLLM_v2, as found in public
 copies; NVlabs/Fast-dLLM at b9cf368, ``v2/run_chatbot.py`` (threshold 0.9). It differs:
 
 - A prompt of exactly one block is prefilled; there it is not, and the blocks after it are written
   as if nothing were before them.
-- ``use_block_cache`` is left out: with it keys and values of other sub-blocks are an earlier step's.
+- ``use_block_cache`` is left out: with it keys and values of other sub-blocks are an earlier
+  step's.
 - ``top_p`` is 1 unless the request sets it; there it is 0.95, which matters above
   temperature 0.
 - The mask token is never drawn, and among equally confident positions the leftmost comes first.
 
-Trainers run its objective on other bodies, and leave their ``config.json`` as it was: an operator names the architecture,
-the length of a block (``bd_size``) and the mask token that a model was trained with.
+Trainers run its objective on other bodies, and leave their ``config.json`` as it was: an operator
+names the architecture, the length of a block (``bd_size``) and the mask token that a model was
+trained with.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
 """iLLaDA: the whole sequence in both directions, a block of it at a time and none after that.
 
-Source: ``var_generate``, the publisher's loop with LLaDA's ``generate`` for each block, and the modelling file, both as found in
-public copies; blocks of 32 in 32 steps, as its published settings. The file with the ``model_type`` was not
-found; ``illada`` is what others' tests give it. It differs as LLaDA does (``llada/startup.py``), and in this:
+Source: ``var_generate``, the publisher's loop with LLaDA's ``generate`` for each block, and the
+modelling file, both as found in public copies; blocks of 32 in 32 steps, as its published settings.
+The file with the ``model_type`` was not found; ``illada`` is what others' tests give it. It differs
+as LLaDA does (``llada/startup.py``), and in this:
 
-- An answer ends with the first end token of a finished block; there stop strings are looked for in its text.
-- ``logits_eos_inf`` and ``confidence_eos_eot_inf`` are left out: they name tokens of LLaDA's vocabulary there.
+- An answer ends with the first end token of a finished block; there stop strings are looked for in
+  its text.
+- ``logits_eos_inf`` and ``confidence_eos_eot_inf`` are left out: they name tokens of LLaDA's
+  vocabulary there.
 """
 
 from __future__ import annotations

@@ -1,23 +1,26 @@
-"""LLaDA-8B, LLaDA-1.5, LLaDA-MoE: the whole sequence in both directions, the answer revealed block by block.
+"""LLaDA-8B, LLaDA-1.5, LLaDA-MoE: the whole sequence in both directions, the answer revealed block
+by block.
 
-Source: ML-GSAI/LLaDA at b7e6c35, ``generate.py``, with its defaults: blocks of 128 in 128 steps, even counts of the
-most probable tokens (``remasking="low_confidence"``, here ``strategy="static"``; ``"random"`` is ``"random"``). Blocks after the one that is
-denoised are masks, and attended. It differs:
+Source: ML-GSAI/LLaDA at b7e6c35, ``generate.py``, with its defaults: blocks of 128 in 128 steps,
+even counts of the most probable tokens (``remasking="low_confidence"``, here ``strategy="static"``;
+``"random"`` is ``"random"``). Blocks after the one that is denoised are masks, and attended. It
+differs:
 
 - Steps are those of a block; there they are those of the answer, divided by its blocks.
-- An answer ends with the first end token of a finished block; there it goes on, and what follows the end token stays
-  in the text. ``ignore_eos`` gives all of it.
+- An answer ends with the first end token of a finished block; there it goes on, and what follows
+  the end token stays in the text. ``ignore_eos`` gives all of it.
 - An answer is rounded up to whole blocks, of which the request gets its ``max_tokens``; there other
-  lengths are refused. Where the model's length leaves no room for whole blocks, the masks are ``max_tokens`` and
-  the last block is the shorter one.
+  lengths are refused. Where the model's length leaves no room for whole blocks, the masks are
+  ``max_tokens`` and the last block is the shorter one.
 - Probabilities are float32; there they have the model's dtype, in which many are equal.
-- The mask token is never drawn, and one in the prompt stays; among equally confident positions the leftmost
-  comes first.
+- The mask token is never drawn, and one in the prompt stays; among equally confident positions the
+  leftmost comes first.
 - ``cfg_scale`` is left out.
 
-LLaDA-MoE has the same loop; ``logits_eos_inf`` and ``confidence_eos_eot_inf`` name tokens of LLaDA-8B's vocabulary there,
-and are left out. Its layers, by ``modeling_lladamoe.py`` as ZHZisZZ/dllm has it at ca17675, are a Qwen3-MoE's whose weights
-of experts are not normalised, whatever ``norm_topk_prob`` is in ``config.json``.
+LLaDA-MoE has the same loop; ``logits_eos_inf`` and ``confidence_eos_eot_inf`` name tokens of
+LLaDA-8B's vocabulary there, and are left out. Its layers, by ``modeling_lladamoe.py`` as
+ZHZisZZ/dllm has it at ca17675, are a Qwen3-MoE's whose weights of experts are not normalised,
+whatever ``norm_topk_prob`` is in ``config.json``.
 """
 
 from __future__ import annotations
@@ -85,8 +88,8 @@ _FIELDS = {
     "weight_tying": "tie_word_embeddings",
 }
 
-# Fields of ``config.json`` of LLaDA that change its layers, with the value that a Llama's layers have. A field may
-# be left out or null too.
+# Fields of ``config.json`` of LLaDA that change its layers, with the value that a Llama's layers
+# have. A field may be left out or null too.
 _SERVED: dict[str, Any] = {
     "activation_type": "silu",
     "alibi": False,
@@ -106,7 +109,8 @@ _SERVED: dict[str, Any] = {
     "scale_logits": False,
 }
 
-# Fields of ``config.json`` of LLaDA-MoE whose layers vLLM's class does not have, with the values that mean none.
+# Fields of ``config.json`` of LLaDA-MoE whose layers vLLM's class does not have, with the values
+# that mean none.
 _WITHOUT: dict[str, tuple[Any, ...]] = {
     "shared_expert_intermediate_size": (None, 0, -1),
     "moe_router_enable_expert_bias": (None, False),
@@ -159,7 +163,9 @@ class LLaDAConfig(LlamaConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Make LLaDA-MoE's of a file that has its fields with this ``model_type``, as one copy has."""
+        """Make LLaDA-MoE's of a file that has its fields with this ``model_type``, as one copy
+        has.
+        """
         if "num_experts" in config_dict:
             return LLaDAMoEConfig.from_dict(config_dict, **kwargs)
         return super().from_dict(config_dict, **kwargs)
@@ -196,7 +202,8 @@ class LLaDAEngineConfig(WholeSequenceEngineConfig):
     def check_model(cls, model_config: ModelConfig) -> None:
         super().check_model(model_config)
         config = model_config.hf_config
-        # The file's embedding has a row for each id. One key head may be written as multi_query_attention too.
+        # The file's embedding has a row for each id. One key head may be written as
+        # multi_query_attention too.
         served = _SERVED | {"embedding_size": config.vocab_size}
         if config.num_key_value_heads != 1:
             served["multi_query_attention"] = False

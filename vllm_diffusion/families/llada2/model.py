@@ -47,10 +47,10 @@ def _routing_by_block(stock: Callable[..., Any]) -> Callable[..., Any]:
 class BlockRouter(BaseRouter):
     """The best experts of each block, and of these the best of each token.
 
-    An expert is as good for a block as for the token that it is best for; scores are sigmoids with a
-    bias, weights are without it. Every request's rows in a pass are whole blocks, so that the rows of
-    a pass are cut every ``block_length``; what follows the last request's is padding, in blocks of
-    its own.
+    An expert is as good for a block as for the token that it is best for; scores are sigmoids with
+    a bias, weights are without it. Every request's rows in a pass are whole blocks, so that the
+    rows of a pass are cut every ``block_length``; what follows the last request's is padding, in
+    blocks of its own.
 
     Source: the description of ``LLaDA2MoeGate.block_routing`` of inclusionAI/LLaDA2.2-flash in
     FLX-OSS/FluxServe, at 5dcf8a8.

@@ -6,8 +6,8 @@ are 2.2's, whose experts are chosen by block, and have a rule of their own; of t
 serves those whose name has "LLaDA2.1", and any other with the setting ``rule``.
 
 Source: ``modeling_llada2_moe.py`` of inclusionAI/LLaDA2.0-mini and LLaDA2.1-mini as found in public
-copies. 2.2's file was not found: its loop and routing are those that FLX-OSS/FluxServe describes and
-tests its own against, at 5dcf8a8. All of them differ:
+copies. 2.2's file was not found: its loop and routing are those that FLX-OSS/FluxServe describes
+and tests its own against, at 5dcf8a8. All of them differ:
 
 - Temperature 0 takes the likeliest token at its plain probability; in 2.0's file it draws from the
   unscaled distribution.
@@ -17,12 +17,12 @@ tests its own against, at 5dcf8a8. All of them differ:
 
 2.2 differs in this too:
 
-- A step that repeats an earlier one draws the least confident of the positions that it changes again;
-  there it is a random one. What it draws, and what the final step puts in the place of DELETE and
-  SPLIT, is the likeliest token at temperatures above 0 too. Earlier steps are remembered by 64 bits of
-  each, there as they are.
-- The last step that the step cap allows (``max_steps_per_block``; here ``max_denoising_steps``) is a
-  final one; there it leaves masks.
+- A step that repeats an earlier one draws the least confident of the positions that it changes
+  again; there it is a random one. What it draws, and what the final step puts in the place of
+  DELETE and SPLIT, is the likeliest token at temperatures above 0 too. Earlier steps are remembered
+  by 64 bits of each, there as they are.
+- The last step that the step cap allows (``max_steps_per_block``; here ``max_denoising_steps``) is
+  a final one; there it leaves masks.
 - DELETE and SPLIT in a prompt are left alone; there they are applied.
 - A finished block that has an end token ends the answer, as in 2.1; what 2.2 does was not seen.
 - With ``top_k`` or ``top_p`` a mask's probability is that among what they keep; there it is the

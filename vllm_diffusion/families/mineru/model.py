@@ -48,7 +48,8 @@ class MinerUDiffusionForConditionalGeneration(MaskedModel, Qwen2VLForConditional
     )
     # Names are the checkpoint's own beyond those two.
     hf_to_vllm_mapper = published_names
-    # On the device vLLM normalises by the values in the checkpoint's file, and not at all where it has none.
+    # On the device vLLM normalises by the values in the checkpoint's file, and not at all where it
+    # has none.
     supports_mm_device_do_normalize = False
     packed_modules_mapping = Qwen3ForCausalLM.packed_modules_mapping
 

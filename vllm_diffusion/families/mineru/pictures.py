@@ -1,4 +1,6 @@
-"""Pictures of MinerU-Diffusion: Qwen2-VL's, without videos, resized by Pillow as its publisher has it."""
+"""Pictures of MinerU-Diffusion: Qwen2-VL's, without videos, resized by Pillow as its publisher has
+it.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ class PictureInfo(Qwen2VLProcessingInfo):
         return PictureProcessor(pictures, self.get_tokenizer(), self.get_hf_config().image_token_id)
 
     def parse_mm_data(self, mm_data: Any, *, validate: bool = True) -> MultiModalDataItems:
-        """Parse pictures, and refuse one of a shape that Qwen2-VL's processor refuses without its size.
+        """Parse pictures, and refuse one of a shape that Qwen2-VL's processor refuses without its
+        size.
 
         Raises:
             VLLMValidationError: If one side is more than 200 times the other.

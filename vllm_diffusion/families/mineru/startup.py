@@ -1,19 +1,22 @@
 """MinerU-Diffusion: pages of documents to text, in blocks of 32 masks, revealed by confidence.
 
-Pictures are tokens of the prompt, at positions like others. Blocks are counted from the end of the prompt and
-attend in both directions, the prompt's too, whose first block is the short one.
+Pictures are tokens of the prompt, at positions like others. Blocks are counted from the end of the
+prompt and attend in both directions, the prompt's too, whose first block is the short one.
 
-Source: opendatalab/MinerU-Diffusion at 8d456f1, ``mineru_diffusion/modeling_mineru_diffusion.py`` with the settings of
-``engines/hf/runner.py``: 32 steps, temperature 1, threshold 0.95. It differs:
+Source: opendatalab/MinerU-Diffusion at 8d456f1, ``mineru_diffusion/modeling_mineru_diffusion.py``
+with the settings of ``engines/hf/runner.py``: 32 steps, temperature 1, threshold 0.95. It differs:
 
 - Temperature 0 takes the likeliest token at its plain probability; there it divides by zero.
-- A step reveals masks only; there, where it is to reveal more than are left, it overwrites decided tokens.
+- A step reveals masks only; there, where it is to reveal more than are left, it overwrites decided
+  tokens.
 - The mask token is never drawn, and among equally confident positions the leftmost comes first.
-- Any ``max_tokens`` is served, and the last block is as short as what is left of the answer; there one that is no
-  multiple of 32 is refused, and ``engines/nano_dvlm`` writes whole blocks, beyond it.
-- An answer ends with its first end token; there with the first ``<|endoftext|>``, or else ``<|im_end|>``, after whose
-  block the loop ends, and the runner cuts what is printed at the first of both. The texts are of one token each,
-  which end an answer here too, whatever ``generation_config.json`` names.
+- Any ``max_tokens`` is served, and the last block is as short as what is left of the answer; there
+  one that is no multiple of 32 is refused, and ``engines/nano_dvlm`` writes whole blocks, beyond
+  it.
+- An answer ends with its first end token; there with the first ``<|endoftext|>``, or else
+  ``<|im_end|>``, after whose block the loop ends, and the runner cuts what is printed at the first
+  of both. The texts are of one token each, which end an answer here too, whatever
+  ``generation_config.json`` names.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ class MinerUDiffusionConfig(Qwen2VLConfig):
     """Qwen2-VL's with a Qwen3 for text.
 
     Attributes:
-        vision_projector_type: What makes tokens of the tower's patches; only ``patch_merger2x`` is published.
+        vision_projector_type: What makes tokens of the tower's patches; only ``patch_merger2x`` is
+            published.
         mask_token_id: Token of positions that are not revealed.
         tower: ``model_type`` of the tower in ``config.json``.
     """

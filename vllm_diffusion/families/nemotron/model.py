@@ -1,8 +1,9 @@
-"""Nemotron-Labs-Diffusion on vLLM's Mistral, whose layers it has under other names; the LoRA of drafts.
+"""Nemotron-Labs-Diffusion on vLLM's Mistral, whose layers it has under other names; the LoRA of
+drafts.
 
-Passes hold rows of drafts next to rows that are verified, and rows of prompts, so the LoRA is added row by
-row: to rows of drafts alone, and to the bit nothing else changes. With tensor parallelism a rank adds
-what its part of the input gives, before the ranks are summed.
+Passes hold rows of drafts next to rows that are verified, and rows of prompts, so the LoRA is added
+row by row: to rows of drafts alone, and to the bit nothing else changes. With tensor parallelism a
+rank adds what its part of the input gives, before the ranks are summed.
 """
 
 from __future__ import annotations
@@ -144,7 +145,9 @@ class NemotronLabsDiffusionModel(Adaptable, MistralForCausalLM):
             self.draft_adapter = DraftAdapter(lora, self.model.layers, max_num_tokens)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """From the published names; the adapter's file is read once, and may be gone at an update."""
+        """From the published names; the adapter's file is read once, and may be gone at an
+        update.
+        """
         is_first = not hasattr(self, "_was_loaded")
         with checked_loading(self, weights) as checked:
             loaded: set[str] = super().load_weights(_NAMES.apply(checked))

@@ -1,22 +1,25 @@
-"""Nemotron-Labs-Diffusion: blocks of 32 after a causal context; drafts of 32; one token after another.
+"""Nemotron-Labs-Diffusion: blocks of 32 after a causal context; drafts of 32; one token after
+another.
 
-A block starts where the known tokens end. Its first token, the seed, comes from the causal pass that
-writes their keys and values: over the prompt, then over each finished block. The others start as
-masks, and are revealed by the model's own probability, whatever the temperature. A block ends early
-at an end token with no mask before it.
+A block starts where the known tokens end. Its first token, the seed, comes from the causal pass
+that writes their keys and values: over the prompt, then over each finished block. The others start
+as masks, and are revealed by the model's own probability, whatever the temperature. A block ends
+early at an end token with no mask before it.
 
 With the rule ``linear_spec`` a block is a draft after its seed, and the causal pass keeps what it
-agrees with (``decoding/reveal.py``); the adapter ``linear_spec_lora``, a folder of PEFT's next to the
-weights that adapts each layer's ``o_proj``, acts on the draft. With ``autoregressive`` vLLM serves an ordinary causal model.
+agrees with (``decoding/reveal.py``); the adapter ``linear_spec_lora``, a folder of PEFT's next to
+the weights that adapts each layer's ``o_proj``, acts on the draft. With ``autoregressive`` vLLM
+serves an ordinary causal model.
 
-Source: ``modeling_nemotron_labs_diffusion.py`` of nvidia/Nemotron-Labs-Diffusion, as found in public
-copies; mlx-vlm's ``models/nemotron_labs_diffusion`` at 9b13f522 does the same. It differs:
+Source: ``modeling_nemotron_labs_diffusion.py`` of nvidia/Nemotron-Labs-Diffusion, as found in
+public copies; mlx-vlm's ``models/nemotron_labs_diffusion`` at 9b13f522 does the same. It differs:
 
 - Steps of a block may be fewer than it is long: its masks are then spread over them as that code
   spreads them over the block's length, ``dynamic`` reveals no fewer, and none is left masked.
-- In blocks the mask token is never drawn, and among equally confident positions the leftmost comes first.
-- ``linear_spec_generate`` drafts in one step (``threshold=0``, as published); the mask token is drawn
-  there, and in the autoregressive mode, if the model says it.
+- In blocks the mask token is never drawn, and among equally confident positions the leftmost comes
+  first.
+- ``linear_spec_generate`` drafts in one step (``threshold=0``, as published); the mask token is
+  drawn there, and in the autoregressive mode, if the model says it.
 - ``causal_context=False`` and the thinking budget are left out.
 """
 

@@ -16,9 +16,10 @@ differs:
 
 Checkpoints of strictly causal weights carry the same architecture and ``model_type``, and would be
 answered wrongly by this loop. They are distinguished by fields and files of their own:
-``use_regular_causal`` (I-DLM: thuEcstasy/I-DLM at 3342a17, ``configuration_sdar.py``; rjagalamari/I-DLM at
-0ee56b6, ``relay_model/config.json``), an adapter for drafts in ``adapter/`` (Uno: ifm-ai/uno at 304b5ae,
-``examples/uno_qwen3_8B/README.md``), and block lengths that no SDAR is published with.
+``use_regular_causal`` (I-DLM: thuEcstasy/I-DLM at 3342a17, ``configuration_sdar.py``;
+rjagalamari/I-DLM at 0ee56b6, ``relay_model/config.json``), an adapter for drafts in ``adapter/``
+(Uno: ifm-ai/uno at 304b5ae, ``examples/uno_qwen3_8B/README.md``), and block lengths that no SDAR is
+published with.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ class SDAREngineConfig(MaskedEngineConfig):
 
     @classmethod
     def published_rule(cls, model_config: ModelConfig, settings: PluginSettings) -> PublishedRule:
-        """Refuse weights that were trained with strictly causal attention, which SDAR's were not."""
+        """Refuse weights that were trained with strictly causal attention, which SDAR's were
+        not.
+        """
         published = super().published_rule(model_config, settings)
         overrides = json.dumps({"architectures": [cls.body]})
         remedy = (

@@ -2,11 +2,11 @@
 
 Blocks are counted from the start of the prompt and attend in both directions, the prompt's too.
 
-Source: ``generate_block`` of ``modeling_stable_diffcoder.py`` of ByteDance-Seed/Stable-DiffCoder-8B,
-as found in public copies. It differs:
+Source: ``generate_block`` of ``modeling_stable_diffcoder.py`` of
+ByteDance-Seed/Stable-DiffCoder-8B, as found in public copies. It differs:
 
-- The last block is a whole one, of which the request gets its ``max_tokens``; there the last block is
-  as much shorter as the prompt's remainder is long.
+- The last block is a whole one, of which the request gets its ``max_tokens``; there the last block
+  is as much shorter as the prompt's remainder is long.
 - Steps are those of a block; there they are those of the answer, divided by its blocks.
 - With fewer steps than masks ``dynamic`` reveals at least what ``static`` would; there at least one
   a step, and a block that has masks left after its steps stays as it is.

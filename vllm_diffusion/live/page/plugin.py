@@ -61,12 +61,13 @@ class LiveCanvasPage:
         """Describe the served model.
 
         Returns:
-            JSON: the ``model``'s served name, its ``architecture``, ``canvas_length`` (of a canvas that holds
-            the whole sequence, the positions that are denoised at a time) and ``max_model_len`` in tokens, its ``end_tokens``; ``takes_pictures``,
-            whether a message may hold one; ``tasks``, a sentence on what a shipped
-            checkpoint can do, empty for other models; ``settings``, what a request may set in
-            ``vllm_xargs``, as :func:`offered_settings` describes it; and ``presets``: settings that go
-            together, by the preset's name.
+            JSON: the ``model``'s served name, its ``architecture``, ``canvas_length`` (of a canvas
+                that holds
+            the whole sequence, the positions that are denoised at a time) and ``max_model_len`` in
+            tokens, its ``end_tokens``; ``takes_pictures``, whether a message may hold one;
+            ``tasks``, a sentence on what a shipped checkpoint can do, empty for other models;
+            ``settings``, what a request may set in ``vllm_xargs``, as :func:`offered_settings`
+            describes it; and ``presets``: settings that go together, by the preset's name.
 
         Raises:
             HTTPException: 404 if it is not a diffusion model, or not ours.

@@ -1,8 +1,9 @@
 """Arguments of a call in Gemma's format, as values of the types that they are written in.
 
-The format tells a string, which stands between two markers, from a number, a boolean and null, which stand as they
-are. vLLM's reader drops the markers and guesses the types from the schema, so a string ``7`` beside an integer
-would be the integer. Here its reader gets each string with a sign, and the types are those of the text.
+The format tells a string, which stands between two markers, from a number, a boolean and null,
+which stand as they are. vLLM's reader drops the markers and guesses the types from the schema, so a
+string ``7`` beside an integer would be the integer. Here its reader gets each string with a sign,
+and the types are those of the text.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ def typed(value: Any, to: Value) -> Any:
 
     Args:
         value: String, list or mapping.
-        to: What a schema allows. A string or literal of another type is made one of these where that can be, as
-            vLLM does it: free models put numbers between markers, or a word without them.
+        to: What a schema allows. A string or literal of another type is made one of these where
+            that can be, as vLLM does it: free models put numbers between markers, or a word without
+            them.
     """
     if isinstance(value, dict):
         members = _only(to, "object", Members)
@@ -68,7 +70,9 @@ def json_types(value: Any) -> set[str]:
 
 
 def _only(to: Value, name: str, kind: type) -> Any:
-    """Return the form of a type if there is one; alternatives say nothing for certain of what is in them."""
+    """Return the form of a type if there is one; alternatives say nothing for certain of what is in
+    them.
+    """
     forms = to.forms.get(name, ())
     return forms[0] if len(forms) == 1 and isinstance(forms[0], kind) else None
 

@@ -1,8 +1,8 @@
 """Gemma's own format of a tool call as rules of a Lark grammar for llguidance.
 
-``<|tool_call>call:name{key:value,...}<tool_call|>``, with ``<|"|>`` around strings. The three markers
-are tokens of their own, and only those tokens open and close: no string may spell one out, since the
-reader of a whole answer sees nothing but its text.
+``<|tool_call>call:name{key:value,...}<tool_call|>``, with ``<|"|>`` around strings. The three
+markers are tokens of their own, and only those tokens open and close: no string may spell one out,
+since the reader of a whole answer sees nothing but its text.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from vllm_diffusion.requests.tool_calls.value_forms import (
 
 CALL_START = "<|tool_call>"
 CALL_END = "<tool_call|>"
-# Rules that all tools have in common. Beyond 4,300 digits Python reads no integer, and beyond 1e308 no number. A key is one
-# that the reader takes as it stands, such as $gt, Content-Type or Due date, without a quotation mark, as JSON would begin it.
+# Rules that all tools have in common. Beyond 4,300 digits Python reads no integer, and beyond 1e308
+# no number. A key is one that the reader takes as it stands, such as $gt, Content-Type or Due date,
+# without a quotation mark, as JSON would begin it.
 _BASIC_RULES = r"""
 integer: /-?(0|[1-9][0-9]{0,17})/
 number: /-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,2})?/

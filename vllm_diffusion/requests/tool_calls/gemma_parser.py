@@ -1,9 +1,11 @@
-"""vLLM's parser of Gemma's tool calls, which for a diffusion model and for DiffusionGemma's encoder also demands them.
+"""vLLM's parser of Gemma's tool calls, which for a diffusion model and for DiffusionGemma's encoder
+also demands them.
 
-vLLM lets a tool parser turn the request's tools into a structural tag; its parser of Gemma's format has
-none, because xgrammar knows schemas in JSON and XML only. This one has, with rules of Lark in it, which
-``tag_grammar`` reads: ``tool_choice`` ``required`` and named are held to, and ``auto`` where a tool is
-strict or the server is set so, as with vLLM's other parsers. For any other model it is vLLM's own.
+vLLM lets a tool parser turn the request's tools into a structural tag; its parser of Gemma's format
+has none, because xgrammar knows schemas in JSON and XML only. This one has, with rules of Lark in
+it, which ``tag_grammar`` reads: ``tool_choice`` ``required`` and named are held to, and ``auto``
+where a tool is strict or the server is set so, as with vLLM's other parsers. For any other model it
+is vLLM's own.
 """
 
 from __future__ import annotations
@@ -175,7 +177,9 @@ def _tags(functions: list[Any], read: Mapping[str, ReadTool], markers: Markers) 
 
 
 def _streamed(tool: Any, read: Mapping[str, ReadTool]) -> Any:
-    """A copy of ``tool`` from which vLLM learns which arguments are strings, so that they are sent as they grow."""
+    """A copy of ``tool`` from which vLLM learns which arguments are strings, so that they are sent
+    as they grow.
+    """
     function = function_of(tool)
     if not hasattr(function, "parameters"):
         return tool

@@ -12,12 +12,14 @@ from typing import Any
 
 from vllm_diffusion.requests.guidance import guidance_problem
 
-# Python reads no integer beyond 4,300 digits and no number beyond 1e308; both of these are exact as doubles.
+# Python reads no integer beyond 4,300 digits and no number beyond 1e308; both of these are exact as
+# doubles.
 _MOST_INTEGER = 10**18
 _MOST_NUMBER = 10**15
 # llguidance reads a bound of more significant digits inexactly.
 _DIGITS = 15
-# Classes of ECMA's expressions; of its white space what Python's expressions have too, and then the rest.
+# Classes of ECMA's expressions; of its white space what Python's expressions have too, and then the
+# rest.
 _CLASSES = {
     "d": "0-9",
     "w": "0-9A-Za-z_",
@@ -40,8 +42,8 @@ def number_rule(is_integer: bool, bounds: Mapping[str, Any]) -> str:
 
     Args:
         is_integer: True for integers, false for all numbers.
-        bounds: ``minimum``, ``maximum``, ``exclusiveMinimum``, ``exclusiveMaximum`` and ``multipleOf``
-            of a schema.
+        bounds: ``minimum``, ``maximum``, ``exclusiveMinimum``, ``exclusiveMaximum`` and
+            ``multipleOf`` of a schema.
 
     Raises:
         UnwritableError: If no grammar expresses them, or no number is left.
@@ -76,8 +78,8 @@ def string_terminal(
         pattern: The expression, as JSON Schema has it; ``None`` for any string.
         min_length: Characters.
         max_length: Characters; ``None`` for any number.
-        forbidden: Characters that no string may hold. A length or pattern and all but some longer texts at once
-            have more states than llguidance makes.
+        forbidden: Characters that no string may hold. A length or pattern and all but some longer
+            texts at once have more states than llguidance makes.
 
     Raises:
         UnwritableError: If llguidance does not follow the expression, or no string is left.
@@ -92,7 +94,9 @@ def string_terminal(
 
 @functools.lru_cache(maxsize=4096)
 def _checked(rule: str, others: str = "") -> str:
-    """Return the body of a rule that llguidance follows and finds a text for, with the lines of others."""
+    """Return the body of a rule that llguidance follows and finds a text for, with the lines of
+    others.
+    """
     if problem := guidance_problem("grammar", f"start: {rule}{others}"):
         raise UnwritableError(f"cannot be followed: {problem}")
     return rule
@@ -115,9 +119,11 @@ def _most(is_integer: bool) -> int:
 
 
 def _inward(bounds: Mapping[str, Any], name: str, is_integer: bool) -> Any:
-    """Return the bound of one side, rounded to the inner side where llguidance or a double has not got it.
+    """Return the bound of one side, rounded to the inner side where llguidance or a double has not
+    got it.
 
-    A decimal just within an exclusive bound could be read as the bound, so it is kept at a distance.
+    A decimal just within an exclusive bound could be read as the bound, so it is kept at a
+    distance.
     """
     sign = -1 if name == "Minimum" else 1
     most = Decimal(_most(is_integer))

@@ -1,6 +1,8 @@
-"""Schemas of a request's tools, read once: in a thread, while the event loop serves others, where somebody waits.
+"""Schemas of a request's tools, read once: in a thread, while the event loop serves others, where
+somebody waits.
 
-vLLM asks a tool parser for the constraint of a request on the event loop, and again for every answer that it reads.
+vLLM asks a tool parser for the constraint of a request on the event loop, and again for every
+answer that it reads.
 """
 
 from __future__ import annotations

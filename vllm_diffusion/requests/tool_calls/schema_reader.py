@@ -1,9 +1,10 @@
 """Reads the JSON schema of a tool's parameters into the forms that a call may write.
 
-A call in Gemma's format writes ``name{key:value,...}``: keys and numbers as they are, strings between two marker
-tokens. A schema is read here into the forms of each JSON type that a value may have, from which the grammar of a
-call derives. What that grammar cannot say, or the format cannot write, is refused for a strict tool, so that a
-call that follows the grammar always has arguments that satisfy the schema.
+A call in Gemma's format writes ``name{key:value,...}``: keys and numbers as they are, strings
+between two marker tokens. A schema is read here into the forms of each JSON type that a value may
+have, from which the grammar of a call derives. What that grammar cannot say, or the format cannot
+write, is refused for a strict tool, so that a call that follows the grammar always has arguments
+that satisfy the schema.
 """
 
 from __future__ import annotations
@@ -332,7 +333,9 @@ def _any_of(values: list[Value], path: str, *, disjoint: bool) -> Value:
 
 
 def _are_apart(one: Form, other: Form) -> bool:
-    """Return true if what is written in one of two forms never satisfies the schema of the other."""
+    """Return true if what is written in one of two forms never satisfies the schema of the
+    other.
+    """
     return (
         isinstance(one, Members)
         and isinstance(other, Members)

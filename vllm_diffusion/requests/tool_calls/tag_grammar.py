@@ -1,7 +1,8 @@
 """Structural tags whose calls are written in Lark, as one Lark grammar for llguidance.
 
-vLLM limits a tag to one call, or joins it with a request's other constraint, so a tool parser has to return
-xgrammar's object. The grammars in it are rules of Lark, which xgrammar cannot read: each begins with a mark.
+vLLM limits a tag to one call, or joins it with a request's other constraint, so a tool parser has
+to return xgrammar's object. The grammars in it are rules of Lark, which xgrammar cannot read: each
+begins with a mark.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ _TOKENS = re.compile(r"<\[\^?[0-9,]+\]>")
 
 
 def tag_grammar(text: str, white_space: str) -> str | None:
-    """Return a structural tag as a Lark grammar; ``None`` if it has no call that is written in Lark.
+    """Return a structural tag as a Lark grammar; ``None`` if it has no call that is written in
+    Lark.
 
     Args:
         text: The tag as JSON.
         white_space: Expression of what may follow a comma or a colon of a JSON answer.
 
     Raises:
-        SchemaError: If it has parts that cannot stand beside such calls, or llguidance does not follow it.
+        SchemaError: If it has parts that cannot stand beside such calls, or llguidance does not
+            follow it.
     """
     if MARK not in text:
         return None

@@ -1,4 +1,6 @@
-"""Adapters of the rows of a pass: distinguished by their load, and written where vLLM's LoRA products read them."""
+"""Adapters of the rows of a pass: distinguished by their load, and written where vLLM's LoRA
+products read them.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ from vllm.lora.request import LoRARequest
 class AdapterLoad(LoRARequest):
     """A ``LoRARequest`` that is unequal to another load of the same name.
 
-    The model runner collects a pass's adapters in a set. Where an adapter was unloaded and loaded again
-    while requests ran, a pass has two of one name: as one, rows of the other would have no adapter.
+    The model runner collects a pass's adapters in a set. Where an adapter was unloaded and loaded
+    again while requests ran, a pass has two of one name: as one, rows of the other would have no
+    adapter.
     """
 
     @classmethod

@@ -1,4 +1,6 @@
-"""LoRA adapters in a worker: vLLM's manager with a check of an adapter before its weights are read."""
+"""LoRA adapters in a worker: vLLM's manager with a check of an adapter before its weights are
+read.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ class Adaptable:
     embedding_modules: ClassVar[dict[str, str]] = {}
     adapter_manager: ClassVar[type[LRUCacheLoRAModelManager]] = LRUCacheLoRAModelManager
     adapter_weights: ClassVar[type[LoRAModel]] = LoRAModel
-    # vLLM's loader leaves out files of such tensors alone: an adapter next to the weights is none of them.
+    # vLLM's loader leaves out files of such tensors alone: an adapter next to the weights is none
+    # of them.
     is_unused_checkpoint_weight = staticmethod(is_of_adapter)
 
 
@@ -67,8 +70,8 @@ class CheckingAdapterManager(LRUCacheWorkerLoRAManager):
         self._manager_cls = model.adapter_manager
         self._lora_model_cls = model.adapter_weights
         adapted = super().create_lora_manager(model, vllm_config)
-        # Experts that call a router themselves (SDAR-MoE's) get the one with adapters: vLLM looks for the
-        # second name of a layer among what it has put in place of the experts meanwhile.
+        # Experts that call a router themselves (SDAR-MoE's) get the one with adapters: vLLM looks
+        # for the second name of a layer among what it has put in place of the experts meanwhile.
         layer_of = {id(layer.base_layer): layer for layer in self._adapter_manager.modules.values()}
         for module in adapted.modules():
             if isinstance(module, MoERunner) and id(module.gate) in layer_of:

@@ -1,9 +1,9 @@
 """Refusal of LoRA adapters in the API process, before the engine loads them.
 
 At the start, the adapters of ``--lora-modules`` are checked; while a server runs, requests for an
-adapter whose files have changed since: a worker that cannot load it in the middle of a batch would end
-the engine. :mod:`vllm_diffusion.live.http` checks what clients ask a server to load. The rules of a
-model's adapters, which workers read too, are chosen here.
+adapter whose files have changed since: a worker that cannot load it in the middle of a batch would
+end the engine. :mod:`vllm_diffusion.live.http` checks what clients ask a server to load. The rules
+of a model's adapters, which workers read too, are chosen here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _named: list[tuple[Any, Any]] = []
 
 
 def note_command_line() -> None:
-    """Record the adapters that vLLM's parser reads from ``--lora-modules``. This is safe to call twice.
+    """Record the adapters that vLLM's parser reads from ``--lora-modules``. This is safe to call
+    twice.
 
     vLLM does not pass them on before the model is loaded.
     """
@@ -94,7 +95,9 @@ def check_request(lora_request: Any, model_config: Any) -> None:
 
 
 def rules_of(model_config: Any) -> AdapterRules | None:
-    """Return the rules of a model's adapters, from the plan of its start; ``None`` where it has none."""
+    """Return the rules of a model's adapters, from the plan of its start; ``None`` where it has
+    none.
+    """
     return getattr(getattr(model_config, "diffusion", None), "adapters", None)
 
 

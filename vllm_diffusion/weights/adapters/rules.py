@@ -69,8 +69,8 @@ _KINDS: tuple[tuple[str, Any, str], ...] = (
     ("alpha_pattern", dict[str, _Factor] | _Nothing, "an object of finite numbers above 0"),
     ("bias", Literal["none"], '"none": biases are not adapted'),
 )
-# Settings of PEFT for adapters that are not only pairs of matrices. ``fan_in_fan_out`` is none of them: PEFT
-# reads it for modules that no model here has, and vLLM does not.
+# Settings of PEFT for adapters that are not only pairs of matrices. ``fan_in_fan_out`` is none of
+# them: PEFT reads it for modules that no model here has, and vLLM does not.
 _UNSUPPORTED = (
     "alora_invocation_tokens",
     "arrow_config",
@@ -93,8 +93,8 @@ class Module(NamedTuple):
         out_features: Size of the module's output.
         in_features: Size of the module's input.
         number: Number of modules (experts) that PEFT keeps as one pair, side by side.
-        parts: Published names of the modules that this one stands for, where a trainer has one module
-            for what the published model has two of.
+        parts: Published names of the modules that this one stands for, where a trainer has one
+            module for what the published model has two of.
     """
 
     out_features: int
@@ -167,8 +167,8 @@ class AdapterRules:
             ValueError: Naming the folder, what is wrong with it and what to do.
         """
         folder = self._fetched.get(path)
-        # A repository is fetched once, since its content may change; these rules may have come here from
-        # another machine.
+        # A repository is fetched once, since its content may change; these rules may have come here
+        # from another machine.
         if folder is None or not os.path.exists(folder):
             folder = self._fetched[path] = local_folder(path)
         now = [file_stamp(folder / name) for name in (CONFIG, WEIGHTS)]

@@ -1,8 +1,9 @@
 """Refuses the CPU platform's modules in every Python process on the null GPU.
 
-Python imports this file at its start, from the folder that ``processes.environment`` puts on its path: also in the
-processes that vLLM spawns. Importing vLLM's CPU worker replaces torch's CUDA streams, events and memory figures in the
-process that does it, and nothing of a CPU platform belongs into a process on a GPU.
+Python imports this file at its start, from the folder that ``processes.environment`` puts on its
+path: also in the processes that vLLM spawns. Importing vLLM's CPU worker replaces torch's CUDA
+streams, events and memory figures in the process that does it, and nothing of a CPU platform
+belongs into a process on a GPU.
 """
 
 import sys

@@ -55,7 +55,9 @@ def train(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> Callable[..., tuple[int, list[str]]]:
-    """Trains ``draft`` in a copy of that folder; the exit status, and lines of errors and progress."""
+    """Trains ``draft`` in a copy of that folder; the exit status, and lines of errors and
+    progress.
+    """
     monkeypatch.chdir(shutil.copytree(prepared, tmp_path / "here"))
 
     class Pool(ThreadPoolExecutor):
@@ -79,7 +81,9 @@ def train(
 
 @pytest.fixture
 def slow_extraction(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The extraction seems to take 40 s; from then on a second passes between two looks at the clock."""
+    """The extraction seems to take 40 s; from then on a second passes between two looks at the
+    clock.
+    """
     seconds = itertools.count(40)
     clock = type("Clock", (), {"seconds": property(lambda _: float(next(seconds)))})
     monkeypatch.setattr(train_draft, "RunningTime", clock)
@@ -87,7 +91,9 @@ def slow_extraction(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("slow_extraction")
 def test_train(train: Any) -> None:
-    """Training ends before the command's minutes; there is progress, a picture, a comparison, and nothing beside the draft."""
+    """Training ends before the command's minutes; there is progress, a picture, a comparison, and
+    nothing beside the draft.
+    """
     out = Path("drafts/first")
     status, lines = train("--out", out, "--steps", 10**9, "--minutes", 1)
     assert status == 0
@@ -115,7 +121,9 @@ def test_no_time_left(train: Any) -> None:
 
 
 def test_running_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An hour in which the process is halted counts as the five seconds that a busy machine may take for a tick."""
+    """An hour in which the process is halted counts as the five seconds that a busy machine may
+    take for a tick.
+    """
     now = iter([0.0, 0.5, 1.0, 3601.0, 3601.5])
     fake = SimpleNamespace(sleep=lambda _: None, monotonic=lambda: next(now))
     monkeypatch.setattr(train_draft, "time", fake)

@@ -1,4 +1,6 @@
-"""What is replayed of a recording, drafts that learn from what they will see, and what they would have kept."""
+"""What is replayed of a recording, drafts that learn from what they will see, and what they would
+have kept.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Commands that measure or ask servers, with fake ones where vLLM's would be; real ones in ``end_to_end``."""
+"""Commands that measure or ask servers, with fake ones where vLLM's would be; real ones in
+``end_to_end``.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ Bench = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> Bench:
-    """Runs a command; each server behaves as its method, its rule or the folder of its draft is called."""
+    """Runs a command; each server behaves as its method, its rule or the folder of its draft is
+    called.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(server.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(checkpoint, "ENDING_SIGNALS", ())
@@ -87,7 +91,9 @@ def test_bench_drafts(bench: Bench, tmp_path: Path) -> None:
 
 
 def test_rules(bench: Bench) -> None:
-    """Answers that differ although they are promised to be the same are named in the last line, with status 1."""
+    """Answers that differ although they are promised to be the same are named in the last line,
+    with status 1.
+    """
     words = ("bench-drafts", "model", "--data", "data.jsonl", "--concurrency", "1", *ONCE)
     status, out, _ = bench(*words, "--method", "linear_spec,draft_length=8", "autoregressive")
     assert status == 1
@@ -103,7 +109,9 @@ def test_rules(bench: Bench) -> None:
 
 
 def test_requests_of_a_mixture(bench: Bench) -> None:
-    """The requests of a server of all ways choose each by turns, and what they answer is compared with nothing."""
+    """The requests of a server of all ways choose each by turns, and what they answer is compared
+    with nothing.
+    """
     prompts = [f'{{"prompt": [{n}]}}\n' for n in range(4)]
     Path("four.jsonl").write_text("".join(prompts))
     words = ("bench-drafts", "model", "--data", "four.jsonl", "--concurrency", "1", *ONCE)
@@ -118,7 +126,9 @@ def test_requests_of_a_mixture(bench: Bench) -> None:
 
 
 def test_two_drafts_on_a_recording(bench: Bench) -> None:
-    """Drafts are told apart by their folders, and asked the newest held-out prompts of a recording, each once."""
+    """Drafts are told apart by their folders, and asked the newest held-out prompts of a recording,
+    each once.
+    """
     # Every prompt came twice.
     lines = [
         json.dumps({"prompt_token_ids": [n, n + 1], "output_token_ids": [3], "time": time})
@@ -165,7 +175,9 @@ def test_collect(bench: Bench) -> None:
 
 
 def test_given_drafts(tmp_path: Path) -> None:
-    """Two DFlash drafts are told apart by their folders; others by their method, which is passed on."""
+    """Two DFlash drafts are told apart by their folders; others by their method, which is passed
+    on.
+    """
     for name, block in (("old", 8), ("new", 16)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"block_size": block}))
@@ -187,7 +199,9 @@ def test_given_drafts(tmp_path: Path) -> None:
 
 
 def test_settings_of_methods(tmp_path: Path) -> None:
-    """A method's settings go where its server reads them: ``drafting`` of DFlash, else the speculative configuration."""
+    """A method's settings go where its server reads them: ``drafting`` of DFlash, else the
+    speculative configuration.
+    """
     (tmp_path / "config.json").write_text('{"block_size": 8}')
     texts = (
         "dflash",

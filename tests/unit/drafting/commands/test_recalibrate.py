@@ -1,4 +1,6 @@
-"""``vllm-diffusion calibrate online``: rounds that end without a swap, and work that yields; a swap is in ``end_to_end``."""
+"""``vllm-diffusion calibrate online``: rounds that end without a swap, and work that yields; a swap
+is in ``end_to_end``.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +106,9 @@ def test_halted_while_busy(tmp_path: Path) -> None:
 
 
 def test_commands_that_fail(tmp_path: Path) -> None:
-    """By themselves, at the cap of time of several commands, and of memory; nothing is left running."""
+    """By themselves, at the cap of time of several commands, and of memory; nothing is left
+    running.
+    """
     work = IdleWork(lambda: False, 60.0, 2**33, pytest.fail)
     with pytest.raises(IdleWorkError, match="a first failed: no such thing"):
         work.run("a first", python("import sys; sys.exit('no such thing')"))

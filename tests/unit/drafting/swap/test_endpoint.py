@@ -1,4 +1,6 @@
-"""The endpoint of a draft that another one replaces, over an engine that only notes what it is asked."""
+"""The endpoint of a draft that another one replaces, over an engine that only notes what it is
+asked.
+"""
 
 from __future__ import annotations
 

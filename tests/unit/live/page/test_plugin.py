@@ -87,7 +87,8 @@ def test_files() -> None:
         assert response.headers["x-content-type-options"] == "nosniff"
         assert response.headers["referrer-policy"] == "no-referrer"
         if name == "marked.js":
-            # The library as its publisher released it, from which the page uses what makes no markup.
+            # The library as its publisher released it, from which the page uses what makes no
+            # markup.
             assert hashlib.sha256(response.content).hexdigest() == MARKED
             continue
         # Nothing is fetched from elsewhere, and nothing is written as markup.

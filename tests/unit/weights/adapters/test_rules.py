@@ -94,7 +94,8 @@ def test_shared_stack(rules: AdapterRules, tmp_path: Path) -> None:
     rules.check(str(write_adapter(tmp_path, tensors)))
 
 
-# Each with what stock does with such an adapter of its Qwen3; nothing where Qwen3 has no such module, or serves it.
+# Each with what stock does with such an adapter of its Qwen3; nothing where Qwen3 has no such
+# module, or serves it.
 MISFITS = [
     (pair("transformer.h.0.attn.c_attn"), {}, "it adapts transformer.h.0.attn.c_attn, which this model has not; serve it with the model that it was trained on", "request"),
     (pair() | pair(Q.replace("decoder.", "")), {}, f"it adapts model.layers.0.self_attn.q_proj, which is {Q} too, and adapts that as well; keep one of them", ""),
@@ -272,7 +273,8 @@ def test_names_of_repositories(
     assert rules.check("someone/poet") == snapshots[0]
     with pytest.raises(ValueError, match=r"snapshots/.*lora_A is F32 \[4, 64\]"):
         rules.check("someone/clerk")
-    # It is what it was, whatever the name stands for meanwhile; unless it is gone from this machine.
+    # It is what it was, whatever the name stands for meanwhile; unless it is gone from this
+    # machine.
     shutil.rmtree(tmp_path / "cache" / "models--someone--poet" / "refs")
     assert rules.check("someone/poet") == snapshots[0]
     shutil.rmtree(snapshots[0])
