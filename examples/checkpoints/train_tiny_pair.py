@@ -122,7 +122,7 @@ def answers(
         out = target.model(ids, use_cache=False, output_hidden_states=True)
         says = target.lm_head(out.last_hidden_state).argmax(-1)
         states = torch.stack([out.hidden_states[i + 1] for i in TARGET_LAYER_IDS], 2)
-        for b, (prompt, answer) in enumerate(rows):
+        for b, (prompt, answer, _) in enumerate(rows):
             end = len(prompt) + len(answer) + TRAILING_EOS
             own = ids[b, :end].clone()
             differs = (says[b, len(prompt) - 1 : end - 1] != own[len(prompt) :]).nonzero()
