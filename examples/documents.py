@@ -4,8 +4,8 @@
     python examples/documents.py page.png
 
 Without a file it draws a page of its own; with ``--lines 60 17283 4096`` one of large digits, which
-the tiny model of ``examples/checkpoints/train_tiny_reader.py`` is trained on. ``OPENAI_API_KEY`` is
-the server's key. ``--task "Table Recognition"``, ``"Formula Recognition"`` and ``"Layout
+the tiny model of ``vllm-diffusion checkpoint --family mineru`` reads. ``OPENAI_API_KEY`` is the
+server's key. ``--task "Table Recognition"``, ``"Formula Recognition"`` and ``"Layout
 Analysis"`` are what else the checkpoint was trained on.
 """
 

@@ -4,6 +4,8 @@
     vllm serve tiny_mineru --port 8000
     python examples/documents.py --lines 60 17283 4096
 
+The package ships its weights: ``vllm-diffusion checkpoint --family mineru``.
+
 A page is a square with one to three lines of one to five digits, whose place and size vary a
 little. The objective is that of ``train_tiny_sdar.py``: copies of an answer's block, in each of
 which a uniformly drawn share is masked, see the prompt with its picture and themselves. Until the
@@ -11,9 +13,9 @@ tower tells digits apart nothing else can be learnt, so a classifier that is not
 token of a picture which digit is in its middle. In the end it reads pages of another seed by the
 published rule, at temperature 0.
 
-After 350 steps with ``--bf16``, which were 19 minutes on a busy core, it read 90 of 300 such pages
-exactly: 56 of those with one line, 27 with two and 7 with three. Its loss was still falling;
-``--init`` goes on from a checkpoint.
+The shipped weights took 350 steps with ``--bf16`` (19 minutes of a busy core) and some 2,000 more
+with ``--init``, ``--short-part 0`` and ``--minutes 38``. They read 296 of 300 such pages exactly:
+99, 100 and 97 of those with one, two and three lines, in 1.1 steps a page.
 """
 
 from __future__ import annotations

@@ -49,6 +49,7 @@ def assert_gone(log: str) -> None:
     [
         ((), "tiny_diffusion_gemma"),
         (("--family", "sdar"), "tiny_sdar"),
+        (("--family", "mineru"), "tiny_mineru"),
         (("--draft",), "tiny_qwen3_dflash"),
     ],
 )

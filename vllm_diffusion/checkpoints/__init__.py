@@ -14,7 +14,10 @@ FOLDERS = {
     "diffusion_gemma": CHECKPOINTS / "tiny_diffusion_gemma",
     "sdar": CHECKPOINTS / "tiny_sdar",
     "qwen3": CHECKPOINTS / "tiny_qwen3",
+    "mineru": CHECKPOINTS / "tiny_mineru",
 }
+# The others answer questions; this one reads pages.
+READER = "mineru"
 # What drafts for those of them that are autoregressive.
 DRAFT_FOLDERS = {"qwen3": CHECKPOINTS / "tiny_qwen3_dflash"}
 DRAFTED_FAMILY = next(iter(DRAFT_FOLDERS))
@@ -23,6 +26,10 @@ DEFAULT_FAMILY = next(iter(FOLDERS))
 TASKS = (
     "This tiny model adds numbers up to 20, reverses words, writes them in capitals, counts, makes "
     'lists and writes JSON, and can do little else: try "What is 7+8?" or "Reverse the word lamp."'
+)
+READER_TASKS = (
+    "This tiny model reads pages of one to three lines of one to five large digits, and can do nothing "
+    "else: try a page that `python examples/documents.py --lines 60 17283 4096` draws."
 )
 _NEEDED_OF_DRAFT = ("config.json", "model.safetensors")
 _NEEDED = (*_NEEDED_OF_DRAFT, "generation_config.json", "tokenizer.json")
@@ -36,7 +43,8 @@ def shipped_checkpoint(family: str = DEFAULT_FAMILY) -> Path:
     """Return the folder of a tiny checkpoint that comes with this package.
 
     Args:
-        family: ``"diffusion_gemma"``, ``"sdar"`` or ``"qwen3"``, which is autoregressive.
+        family: ``"diffusion_gemma"``, ``"sdar"``, ``"qwen3"``, which is autoregressive, or
+            ``"mineru"``, which reads pages.
 
     Raises:
         InstallationError: If the installation lacks one of its files.
@@ -63,8 +71,10 @@ def shipped_tasks(model: str) -> str:
     Args:
         model: Path or name by which a server knows its model. The server may be on another machine.
     """
-    is_shipped = PurePosixPath(model).parts[-3:-1] == CHECKPOINTS.parts[-2:]
-    return TASKS if is_shipped else ""
+    path = PurePosixPath(model)
+    if path.parts[-3:-1] != CHECKPOINTS.parts[-2:]:
+        return ""
+    return READER_TASKS if path.name == FOLDERS[READER].name else TASKS
 
 
 def _complete(folder: Path, needed: tuple[str, ...]) -> Path:

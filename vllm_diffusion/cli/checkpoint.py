@@ -8,7 +8,7 @@ import argparse
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,6 +18,7 @@ from vllm_diffusion.checkpoints import (
     DRAFT_FOLDERS,
     DRAFTED_FAMILY,
     FOLDERS,
+    READER,
     shipped_checkpoint,
     shipped_draft,
 )
@@ -40,7 +41,7 @@ def add_parser(subcommands: Subcommands) -> None:
         help="print the path of a shipped checkpoint",
         description='Print the path of a shipped checkpoint: vllm serve "$(%(prog)s)".',
     )
-    add_family(parser)
+    add_family(parser, FOLDERS)
     parser.add_argument(
         "--draft",
         action="store_true",
@@ -49,11 +50,19 @@ def add_parser(subcommands: Subcommands) -> None:
     parser.set_defaults(run=run)
 
 
-def add_family(parser: argparse.ArgumentParser) -> None:
-    """Add the option that chooses among the shipped checkpoints; :func:`family_of` reads it."""
+def add_family(
+    parser: argparse.ArgumentParser,
+    families: Iterable[str] = tuple(name for name in FOLDERS if name != READER),
+) -> None:
+    """Add the option that chooses among the shipped checkpoints; :func:`family_of` reads it.
+
+    Args:
+        parser: The command's.
+        families: What it offers; those that answer questions where it is left out.
+    """
     parser.add_argument(
         "--family",
-        choices=tuple(FOLDERS),
+        choices=tuple(families),
         help=f"which of the shipped checkpoints: %(choices)s ({DEFAULT_FAMILY})",
     )
 

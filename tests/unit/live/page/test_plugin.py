@@ -16,7 +16,7 @@ from vllm.config import MultiModalConfig
 from tests.support.doubles.page_stub import engine_client
 from tests.support.models.checkpoints import SHIPPED
 from tests.support.models.specs import diffusion_gemma_spec, masked_spec
-from vllm_diffusion.checkpoints import TASKS
+from vllm_diffusion.checkpoints import READER_TASKS, TASKS, shipped_checkpoint
 from vllm_diffusion.live.page.plugin import MODEL_PATH, LiveCanvasPage, end_tokens_of
 from vllm_diffusion.requests.arguments import argument_names, parse_arguments
 from vllm_diffusion.requests.require_key import PAGE, PAGE_FILES, RequireKey
@@ -135,6 +135,8 @@ def test_tasks() -> None:
     assert client(spec).get(MODEL_PATH).json()["tasks"] == ""
     shipped = client(spec, model=str(SHIPPED)).get(MODEL_PATH).json()
     assert shipped["tasks"] == TASKS
+    reader = client(spec, model=str(shipped_checkpoint("mineru"))).get(MODEL_PATH).json()
+    assert reader["tasks"] == READER_TASKS
 
 
 @pytest.mark.parametrize(("limits", "takes"), [(None, False), ({"image": 0}, False), ({}, True)])
