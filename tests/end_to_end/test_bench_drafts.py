@@ -1,4 +1,4 @@
-"""``vllm-diffusion bench-drafts`` as a person runs it, with real servers."""
+"""``vllm-diffusion bench-drafts`` as a user runs it, with real servers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def test_tiny_pair(tmp_path: Path) -> None:
-    """The draft says what none says, in fewer passes; a method that lacks its package has a
-    reason.
+    """With the shipped draft a server gives the same tokens in fewer passes, and the report names
+    the reason why a method whose package is missing has no figures.
     """
     script = Path(sys.executable).with_name("vllm-diffusion")
     data = tmp_path / "two.jsonl"
@@ -51,7 +51,9 @@ def test_tiny_pair(tmp_path: Path) -> None:
 
 
 def test_rules(tmp_path: Path) -> None:
-    """Drafts change no token, and take fewer passes; a server of each way counts what it does."""
+    """Drafting by ``linear_spec`` changes no token and takes fewer passes than the autoregressive
+    rule, and the server of each rule counts its own passes and verifications.
+    """
     script = Path(sys.executable).with_name("vllm-diffusion")
     done = subprocess.run(
         [

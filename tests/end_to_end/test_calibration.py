@@ -1,4 +1,4 @@
-"""From a draft of other tasks to one of the server's own, end to end."""
+"""A draft of other tasks becomes one of the server's own tasks, end to end."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ EXAMPLE = (
 
 
 def test_calibration(tmp_path: Path) -> None:
-    """Recorded by a server, extracted, trained, served: below two tokens a verification to above
-    five.
+    """A draft that is trained on answers that a server recorded raises the tokens per verification
+    from below two to above five.
     """
     done = subprocess.run(
         [sys.executable, str(EXAMPLE), "--work", str(tmp_path / "work")],

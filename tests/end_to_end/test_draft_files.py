@@ -1,4 +1,4 @@
-"""A server with a draft and a recording, over HTTP: a bound, a sudden end."""
+"""A server with a draft and a recording over HTTP: the recording's limit, and a killed server."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def complete(server: Server, prompt: list[int], **extra: Any) -> None:
 
 
 def bytes_in(recording: Path) -> int:
-    """Add up its files; the server may delete the oldest one meanwhile."""
+    """Add up the sizes of a recording's files; the server may delete the oldest one meanwhile."""
     total = 0
     for file in recording.glob("*.jsonl"):
         with suppress(FileNotFoundError):
@@ -51,7 +51,10 @@ def bytes_in(recording: Path) -> int:
 
 
 def test_recording_and_sudden_end(tmp_path: Path) -> None:
-    """What says no is not recorded; the ring is bounded; a kill harms none."""
+    """A recording leaves out requests that opt out, never exceeds its limit, and stays readable
+    after the server is killed; the next server serves the draft of its own options and goes on
+    recording.
+    """
     recording, expected = tmp_path / "recording", greedy_answers()
     with recording_to(tmp_path, recording) as server:
         for number in range(8):

@@ -1,4 +1,6 @@
-"""``vllm serve`` with a draft and several ranks, stages or engines: the target's own tokens."""
+"""``vllm serve`` with a draft and several ranks, stages or engines gives the target's own
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def test_tokens(
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
-    """Alone and eight at once; drafts are kept as they are in one process."""
+    """In every layout, requests that are sent one by one or eight at once get the target's own
+    tokens, and verifications accept as many drafted tokens as in one process.
+    """
     if spec["method"] == "eagle3":
         spec = spec | {"model": str(request.getfixturevalue("eagle3"))}
     with serving(tmp_path, spec, drafting, layout) as server:

@@ -1,4 +1,4 @@
-"""``vllm serve`` takes other drafts while it answers."""
+"""``vllm serve`` replaces its draft while it answers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def ask(server: Server, question: str) -> list[int]:
 
 
 def counted(server: Server, expected: dict[str, list[int]]) -> list[float]:
-    """Verifications, and drafts accepted by position, of the same requests, one after the other."""
+    """Count verifications, and accepted drafts by position, of the same requests one by one."""
 
     def counters() -> list[float]:
         text = httpx.get(f"{server.url}/metrics", timeout=60).text
@@ -70,7 +70,7 @@ def counted(server: Server, expected: dict[str, list[int]]) -> list[float]:
 def swapping(
     folder: Path, draft: Path, *options: str, drafting: dict[str, Any] | None = None
 ) -> AbstractContextManager[Server]:
-    """A server with a key whose draft can be replaced."""
+    """Start a server with an API key whose draft can be replaced."""
     variables = {"VLLM_PLUGINS": SWAPS_PLUGINS, "VLLM_API_KEY": KEY}
     return serving(folder, dflash(draft), drafting, (*SWAPS, *options), **variables)
 
@@ -89,7 +89,7 @@ def command(server: Server, *arguments: str) -> subprocess.CompletedProcess[str]
 def swap_under_load(
     server: Server, expected: dict[str, list[int]], *arguments: str
 ) -> subprocess.CompletedProcess[str]:
-    """Swap while four clients ask without pause."""
+    """Swap the draft while four clients send requests without pause."""
     is_done = threading.Event()
 
     def keep_asking(first: int) -> None:
@@ -121,7 +121,9 @@ ORDERS: dict[str, tuple[str, ...]] = {
 def test_swaps(
     order: str, random_draft: Path, expected: dict[str, list[int]], tmp_path: Path
 ) -> None:
-    """Requests in flight keep their answers; the counters are those of the draft that is served."""
+    """Requests in flight during a swap of drafts keep their answers, and afterwards the counters
+    are those of the draft that is served.
+    """
     with swapping(tmp_path, shipped_draft(), *ORDERS[order]) as server:
         trained = counted(server, expected)
         for _ in range(2):

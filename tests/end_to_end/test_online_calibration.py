@@ -1,5 +1,5 @@
-"""``vllm-diffusion calibrate online`` beside a server whose draft knows nothing: it learns, and is
-swapped.
+"""``vllm-diffusion calibrate online`` trains a draft with random weights next to its server, and
+swaps it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ QUESTIONS += [f"Reverse: {one} {other}" for one, other in itertools.permutations
 
 
 def test_random_draft(tmp_path: Path) -> None:
-    """Recorded traffic in, a better draft out, and swapped in: halted while the server is asked."""
+    """``calibrate online`` trains a better draft on recorded traffic and swaps it in, and its work
+    is halted while the server answers requests.
+    """
     recording = tmp_path / "recording"
     drafting = {"record": {"folder": str(recording)}}
     with swapping(tmp_path, save_random_draft(tmp_path / "random"), drafting=drafting) as server:
@@ -47,8 +49,8 @@ def test_random_draft(tmp_path: Path) -> None:
             process = subprocess.Popen(command, stdout=output, stderr=errors)
 
         def wait_until(is_so: Callable[[], object]) -> None:
-            """Wait, and fail with what the command said if it ends, or its round ends without a
-            swap.
+            """Wait; fail with the command's output if it ends, or if its round ends without
+            a swap.
             """
             for _ in range(1000):
                 if is_so():

@@ -3,7 +3,7 @@
     VLLM_DIFFUSION_PUBLISHERS=FOLDER pytest tests/publishers -m slow
 
 FOLDER holds checkouts under the names of their repositories: ``LLaDA`` (ML-GSAI/LLaDA at b7e6c35),
-``dllm`` (ZHZisZZ/dllm at ca17675, which has the modelling files of LLaDA's and Dream's
+``dllm`` (ZHZisZZ/dllm at ca17675, which has the modeling files of LLaDA's and Dream's
 checkpoints), ``SDAR`` (JetAstra/SDAR at c2041a8), ``Automodel`` (NVIDIA-NeMo/Automodel's wheel
 0.7.0, unpacked), ``MinerU-Diffusion`` (opendatalab/MinerU-Diffusion at 8d456f1) and
 ``DualDiffusion`` (Satgoy152/DualDiffusion at 9587d1e, which has those of Fast-dLLM v2's). Without

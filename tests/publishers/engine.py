@@ -1,4 +1,4 @@
-"""The engine beside a publisher's loop."""
+"""The engine next to a publisher's loop."""
 
 from __future__ import annotations
 

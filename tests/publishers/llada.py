@@ -13,7 +13,7 @@ from tests.support.families.model import TinyModel
 
 
 def model_and_loop(toy: TinyModel) -> tuple[Callable[..., Any], Callable[..., Tensor]]:
-    """The publisher's class with a toy's weights, which cannot say a mask, and its ``generate``."""
+    """The publisher's class with a toy's weights, which draws no mask, and its ``generate``."""
     load = modules_of(checkout("dllm") / "dllm/pipelines/llada/models", "publisher_llada")
     generate = modules_of(checkout("LLaDA"), "publisher_llada_loop")("generate").generate
     classes, modelling = load("configuration_llada"), load("modeling_llada")

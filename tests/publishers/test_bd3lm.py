@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 @pytest.mark.parametrize("is_mdlm", [False, True], ids=["bd3lm", "mdlm"])
 def test_a2d(tmp_path: Path, is_mdlm: bool) -> None:
-    """``bd3lm.py`` or ``mdlm.py`` with the modelling file: lengths of prompts and answers, and
-    steps.
+    """Tokens of A2D's checkpoints are those of the publisher's ``bd3lm.py`` and ``mdlm.py`` with
+    its modeling file, for several lengths of prompts and answers and numbers of steps.
     """
     folder = checkout("dllm") / "dllm"
     # Without the packages' own imports, which are of trainers.

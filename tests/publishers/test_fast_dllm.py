@@ -20,7 +20,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 @pytest.mark.parametrize("sharpness", [3.0, 8.0])
 def test_fast_dllm(sharpness: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``modeling.py``: thresholds, lengths of prompts, and end tokens."""
+    """Tokens of Fast-dLLM v2 are those of the publisher's ``modeling.py`` for several thresholds,
+    lengths of prompts and end tokens.
+    """
     folder = checkout("DualDiffusion") / "FastDLLM_inferencing/Fast_dLLM_v2_7B"
     load = modules_of(folder, "publisher_fast_dllm")
     toy = tiny.fast_dllm(sharpness=sharpness)

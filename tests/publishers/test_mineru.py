@@ -31,8 +31,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 def likeliest(logits: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
-    """Tokens of temperature 0, by which the publisher's function divides, and their plain
-    probabilities.
+    """Return the tokens of temperature 0, by which the publisher's function divides, and their
+    plain probabilities.
     """
     probabilities = logits.softmax(-1)
     tokens = probabilities.argmax(-1)
@@ -40,7 +40,9 @@ def likeliest(logits: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
 
 
 def publishers_body(toy: MinerU, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Its class with the toy's weights, which takes the likeliest tokens and never the mask."""
+    """Build the publisher's class with the toy's weights, which takes the likeliest tokens and
+    never the mask.
+    """
     monkeypatch.setattr(
         transformers.modeling_rope_utils, "rope_config_validation", lambda _: None, raising=False
     )
@@ -60,8 +62,8 @@ def publishers_body(toy: MinerU, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_lengths_that_are_no_multiples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its function refuses a length that is not whole blocks, so that no answer of its own has a
-    narrower one.
+    """The publisher's function refuses an answer whose length is not a multiple of the block's, so
+    it has no shorter last block to compare with.
     """
     body = publishers_body(mineru(), monkeypatch)
     ids = torch.tensor([prompt_of(9)])
@@ -71,7 +73,9 @@ def test_lengths_that_are_no_multiples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("sharpness", [3.0, 8.0])
 def test_mineru(sharpness: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its modelling file: lengths of prompts, thresholds, steps and pictures of several sizes."""
+    """Tokens of MinerU-Diffusion are those of the publisher's modeling file for several lengths of
+    prompts, thresholds, steps and sizes of pictures.
+    """
     from vllm import SamplingParams
 
     toy = mineru(sharpness=sharpness)
@@ -127,8 +131,9 @@ def test_mineru(sharpness: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its runner, whose loop is the class's, prints for a picture's file what a chat is answered:
-    with its processor, its arguments of ``generate`` and its strings that end an answer."""
+    """The publisher's runner prints for the file of a picture the answer that a chat with this
+    picture gets, with the runner's processor, arguments of ``generate`` and stop strings.
+    """
     from transformers import PreTrainedTokenizerFast
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from vllm import SamplingParams

@@ -29,20 +29,20 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 def attention(
     query: Tensor, key: Tensor, value: Tensor, *, softmax_scale: float, **_: Any
 ) -> Tensor:
-    """flash-attn's function, [1, T, heads, head_dim], by PyTorch's."""
+    """Compute flash-attn's function, [1, T, heads, head_dim], with PyTorch's."""
     heads_first = (one.transpose(1, 2) for one in (query, key, value))
     attended = F.scaled_dot_product_attention(*heads_first, scale=softmax_scale, enable_gqa=True)
     return attended.transpose(1, 2)
 
 
 def norm(x: Tensor, *, weight: Tensor, bias: None, eps: float) -> Tensor:
-    """flash-attn's norm by PyTorch's."""
+    """Compute flash-attn's norm with PyTorch's."""
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 def publisher(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Import its files as a package, with what they import and neither transformers 5 nor a CPU
-    has.
+    """Import the publisher's files as a package, with stand-ins for what transformers 5 or a CPU
+    lacks.
     """
     folder = checkout("SDAR") / "training/model/SDAR-4B-Chat"
     load = modules_of(folder, "publisher_sdar")
@@ -62,7 +62,7 @@ def publisher(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def evaluation() -> ModuleType:
-    """The evaluation's loop, without the module around it, which imports OpenCompass."""
+    """Load the evaluation's loop without the module around it, which imports OpenCompass."""
     path = "evaluation/opencompass/opencompass/models/huggingface_bd3.py"
     text = (checkout("SDAR") / path).read_text()
     module = ModuleType("publisher_sdar_evaluation")
@@ -74,7 +74,9 @@ def evaluation() -> ModuleType:
 def test_sdar(
     block_length: int, sharpness: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Thresholds, strategies, steps and end tokens."""
+    """Tokens of SDAR are those of the publisher's class and loops for several thresholds,
+    strategies, numbers of steps and end tokens.
+    """
     loop, its_evaluation = (
         modules_of(checkout("SDAR"), "publisher_sdar_loop")("generate"),
         evaluation(),
@@ -92,7 +94,7 @@ def test_sdar(
     drawn = loop.sample_with_temperature_topk_topp
 
     def likeliest(logits: Tensor, **_: Any) -> Any:
-        """The likeliest tokens, by the evaluation's function, with their probabilities before
+        """Return the likeliest tokens by the evaluation's function, with their probabilities before
         top-k.
         """
         return its_evaluation.sample_with_temperature_topk_topp(logits, 1.0, 1, 1.0)

@@ -1,4 +1,4 @@
-"""Checkpoints as trainers' own export code writes them."""
+"""Checkpoints that trainers' own export code writes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 def test_diffusion_gemma_of_nemo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A DiffusionGemma that NeMo AutoModel has read and written again gives the same tokens."""
+    """A DiffusionGemma that NeMo AutoModel has read and written again gives the same tokens as
+    before.
+    """
     monkeypatch.syspath_prepend(str(checkout("Automodel")))
     name = "nemo_automodel.components.models.diffusion_gemma.state_dict_adapter"
     adapter = importlib.import_module(name).DiffusionGemmaStateDictAdapter(
@@ -53,8 +55,8 @@ DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("module", DRAFTS)
 def test_drafts_of_nemo(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft that NeMo's class has read and written again is accepted as before; convolutions
-    begin as identities.
+    """A draft that NeMo's class has read and written again is accepted as often as before, where
+    the convolutions that NeMo adds start as identities.
     """
     from vllm import LLM, SamplingParams
 
@@ -70,7 +72,7 @@ def test_drafts_of_nemo(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     draft.save_pretrained(tmp_path)
 
     def answers(folder: Path) -> tuple[list[list[int]], float]:
-        """Return greedy answers and how many of their tokens were drafted."""
+        """Return greedy answers, and how many drafted tokens were accepted."""
         spec = {"method": "dflash", "model": str(folder), "num_speculative_tokens": 7}
         llm = LLM(
             str(shipped_checkpoint("qwen3")),

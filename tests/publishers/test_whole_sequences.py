@@ -20,7 +20,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 def test_llada(tmp_path: Path) -> None:
-    """``generate.py`` with the modelling file: blocks, steps and lengths."""
+    """Tokens of LLaDA are those of the publisher's ``generate.py`` and modeling file for several
+    blocks, numbers of steps and lengths.
+    """
     toy = tiny.llada()
     model, generate = model_and_loop(toy)
     requests, expected = [], []
@@ -53,7 +55,9 @@ def test_llada(tmp_path: Path) -> None:
 
 
 def test_llada_moe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same loop with LLaDA-MoE's modelling file."""
+    """Tokens of LLaDA-MoE are those of LLaDA's loop with the publisher's modeling file of
+    LLaDA-MoE.
+    """
     toy = tiny.llada_moe()
     monkeypatch.setitem(ROPE_INIT_FUNCTIONS, "default", default_rope)
     load = modules_of(checkout("dllm") / "dllm/pipelines/llada/models", "publisher_llada_moe")
@@ -87,7 +91,9 @@ def test_llada_moe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_held_back_ends(tmp_path: Path) -> None:
-    """``logits_eos_inf`` and ``confidence_eos_eot_inf``, which name tokens by the published ids."""
+    """With ``logits_eos_inf`` and ``confidence_eos_eot_inf``, which name tokens by the published
+    ids, the tokens are those of the publisher's loop.
+    """
     end, turn_end = 126081, 126348
     toy = tiny.llada(vocab_size=126464, eos_token_id=end)
     with torch.no_grad():
@@ -120,7 +126,9 @@ def test_held_back_ends(tmp_path: Path) -> None:
 
 
 def test_dream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``diffusion_generate`` of the modelling file: algorithms, steps and lengths."""
+    """Tokens of Dream are those of ``diffusion_generate`` of the publisher's modeling file for
+    several algorithms, numbers of steps and lengths.
+    """
     load = modules_of(checkout("dllm") / "dllm/pipelines/dream/models", "publisher_dream")
     toy = tiny.dream()
     monkeypatch.setitem(ROPE_INIT_FUNCTIONS, "default", default_rope)

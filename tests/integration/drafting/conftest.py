@@ -1,4 +1,4 @@
-"""What tests of drafts start from."""
+"""Fixtures of the tests of drafts."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from tests.support.models import drafts
 
 @pytest.fixture(scope="session")
 def models() -> dict[str, Any]:
-    """The random targets, in ``transformers``."""
+    """The random targets, as ``transformers`` models."""
     return {kind: drafts.target_model(kind) for kind in drafts.TARGETS}

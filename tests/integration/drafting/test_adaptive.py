@@ -1,4 +1,6 @@
-"""Levels that change from step to step: the target's own tokens, and no draft where none pays."""
+"""Numbers of drafts that change from step to step: the target's own tokens, and no draft where none
+pays.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ ADAPTIVE = {"adaptive": True}
 
 
 def at_scripted_costs(draft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have each drafted token cost a fifth of a step, which does not depend on this machine."""
+    """Make each drafted token cost a fifth of a step, so that costs do not depend on this
+    machine.
+    """
     observe = draft.observe
     monkeypatch.setattr(
         draft,
@@ -37,7 +41,7 @@ def at_scripted_costs(draft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def grown(engine: TracedEngine) -> list[Any]:
-    """Growth of drafted tokens and verifications over the same greedy answers."""
+    """Return how many drafted tokens and verifications the same greedy answers add."""
     names = ("num_draft_tokens", "num_drafts")
     before = [metric(engine, name) for name in names]
     generate(engine, PROMPTS)
@@ -62,8 +66,8 @@ def test_levels(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A level of a script in every step, and then those that are chosen; of random drafts none
-    pays.
+    """Answers are the target's whether each step's number of drafts comes from a script or is
+    chosen, and with chosen numbers random drafts are dropped because none pays.
     """
     spec = draft_spec(tmp_path, method)
     with serving(tmp_path, spec, ADAPTIVE, async_scheduling=is_async) as engine:
@@ -91,7 +95,9 @@ def test_levels(
 def test_draft_that_is_always_right(
     max_num_seqs: int, models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The longest level, by vLLM's own method of a smaller model; one request at a time too."""
+    """With a smaller model that is always right as the draft, the longest drafts are chosen in most
+    steps, also where one request runs at a time.
+    """
     options = {"max_num_seqs": max_num_seqs, "async_scheduling": False}
     with serving(tmp_path, draft_spec(tmp_path, "draft_model"), ADAPTIVE, **options) as engine:
         at_scripted_costs(engine.scheduler.draft, monkeypatch)

@@ -1,4 +1,4 @@
-"""A draft in three passes with a random target: what it says is what ``transformers`` says."""
+"""A draft in three passes with a random target gives the tokens that ``transformers`` gives."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TracedEngine]:
 
 
 def test_greedy_tokens(engine: TracedEngine, model: Any) -> None:
-    """Eight at once, prompts in chunks, lost memory: the plain model's; and the counters'
-    meaning.
+    """Greedy answers of eight requests at once, with chunked prompts and preemptions, are the plain
+    model's, and vLLM's counters of drafts agree with those of the requests.
     """
     engine.preempted.clear()
     before = metric(engine, "num_drafts"), metric(engine, "num_accepted_tokens")
@@ -82,7 +82,9 @@ def test_greedy_tokens(engine: TracedEngine, model: Any) -> None:
 
 
 def test_prefix_cache(engine: TracedEngine, model: Any) -> None:
-    """What is found of a turn before is what would be computed, of target and draft."""
+    """A prompt whose beginning is found in the prefix cache, for target and draft, gets the answer
+    that is computed without a cache.
+    """
     prompt = prompt_of(60, seed=41)
     (first,) = generate(engine, [prompt])
     longer = prompt + list(first.outputs[0].token_ids) + prompt_of(3, seed=43)
@@ -92,7 +94,7 @@ def test_prefix_cache(engine: TracedEngine, model: Any) -> None:
 
 
 def cache_rows(engine: TracedEngine, request_id: str, num_tokens: int) -> dict[str, Tensor]:
-    """Keys and values of a running request's first tokens, by layer."""
+    """Return keys and values of a running request's first tokens, by layer."""
     scheduler = engine.scheduler
     tables = scheduler.kv_cache_manager.get_block_ids(request_id)
     layers = engine.runner.vllm_config.compilation_config.static_forward_context
@@ -109,7 +111,9 @@ def cache_rows(engine: TracedEngine, request_id: str, num_tokens: int) -> dict[s
 def cache_while_running(
     engine: TracedEngine, prompt: dict[str, Any], num_tokens: int
 ) -> tuple[list[int], dict[str, Tensor]]:
-    """The tokens of a request that has said as many, and its cache up to the last but one."""
+    """Return the tokens of a request that has generated ``num_tokens``, and its cache up to the
+    last token but one.
+    """
     from vllm import SamplingParams
 
     llm_engine = engine.llm.llm_engine
@@ -128,7 +132,9 @@ def cache_while_running(
 
 
 def test_rejected_rows_leave_nothing(engine: TracedEngine) -> None:
-    """After dozens of rejections the cache is that of a prompt which says the same."""
+    """After dozens of rejected drafts the KV cache is the same as that of a prompt of the same
+    tokens.
+    """
     prompt = prompt_of(40, seed=7)
     tokens, kept = cache_while_running(engine, {"prompt_token_ids": prompt}, 40)
     assert len(kept) == drafts.LAYERS + 2
@@ -140,7 +146,9 @@ def test_rejected_rows_leave_nothing(engine: TracedEngine) -> None:
 
 
 def test_every_pass(engine: TracedEngine, model: Any) -> None:
-    """Each pass's logits are those of a forward without a cache; the proposals are the reveals."""
+    """The hidden rows of each draft pass equal those of a forward pass without a cache, and the
+    proposals are the tokens that these passes reveal.
+    """
     draft = engine.runner.speculator.model
     reference = drafts.random_draft()
     embedding, head = model.get_input_embeddings().weight, model.lm_head.weight

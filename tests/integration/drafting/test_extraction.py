@@ -1,4 +1,6 @@
-"""Hidden states through vLLM's own extraction: those of ``transformers``, or a refusal."""
+"""Hidden states from vLLM's own extraction are those of ``transformers``; what it cannot give is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def extracted(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
 def test_states(cache: str, models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sample of each exchange, as the target read it; in full precision behind any cache."""
+    """The extraction writes one sample for each exchange, with the target's hidden states in full
+    precision, also with an FP8 KV cache.
+    """
     # The extraction sets it for its own process.
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     recording = recorded(tmp_path / "own.jsonl")
@@ -86,7 +90,7 @@ def test_states(cache: str, models: Any, tmp_path: Path, monkeypatch: pytest.Mon
     ],
 )
 def test_refused(words: tuple[str, ...], layers: list[int], message: str, tmp_path: Path) -> None:
-    """What cannot be extracted is refused before anything is loaded or written."""
+    """An extraction that cannot be done is refused before anything is loaded or written."""
     target, own = saved_target(tmp_path), recorded(tmp_path / "own.jsonl")
     with pytest.raises(ValueError, match=message):
         extracted(target, own, tmp_path / "out", *words, layers=layers)
@@ -95,8 +99,8 @@ def test_refused(words: tuple[str, ...], layers: list[int], message: str, tmp_pa
 
 @pytest.mark.slow
 def test_refused_targets(tmp_path: Path) -> None:
-    """A diffusion model, another target's recording and a folder with something in it are
-    refused.
+    """The extraction refuses a diffusion model, a recording of another target, and an output folder
+    that is not empty.
     """
     target = saved_target(tmp_path)
     own = tmp_path / "own.jsonl"

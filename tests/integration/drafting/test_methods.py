@@ -1,4 +1,6 @@
-"""vLLM's own methods of drafting on the CPU platform, and settings of ours: engine after engine."""
+"""vLLM's own drafting methods on the CPU platform, and this package's settings, one engine after
+another.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +66,8 @@ def test_tokens(
     models: Any,
     tmp_path: Path,
 ) -> None:
-    """The target's own: eight at once, in chunks, short of memory, and again from the prefix
-    cache.
+    """With every drafting method the answers are the target's own for eight requests at once, in
+    chunks, with preemptions, and again from the prefix cache.
     """
     spec = method and draft_spec(tmp_path, method, kind)
     with serving(tmp_path, spec, drafting, kind, **options) as engine:
@@ -93,8 +95,8 @@ def test_tokens(
 
 
 def test_fp8_cache(tmp_path: Path) -> None:
-    """What is verified is read as coarsely as without a draft: the same tokens, of a random draft
-    too.
+    """With an FP8 KV cache a server with a random draft gives the same tokens as one without a
+    draft.
     """
     said = []
     for spec in (None, draft_spec(tmp_path)):
@@ -126,7 +128,9 @@ def draft_blocks(engine: TracedEngine) -> Iterator[list[int]]:
 
 
 def test_window(models: Any, tmp_path: Path) -> None:
-    """A block's rows see as far as is set, and all where that is further than the context."""
+    """The rows of a draft's block see as many tokens as the window holds, and the whole context
+    where the window is longer.
+    """
     model, prompt = models["qwen3"], prompt_of(100, seed=5)
     full = drafts.draft_config()["dflash_config"]
     windowed = full | {"use_swa": True, "swa_window_size": WINDOW, "causal": False}

@@ -1,4 +1,4 @@
-"""Quantised drafts whose files name what is not quantised as the files do."""
+"""Quantized drafts whose files list unquantized modules under the checkpoint's own names."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def compressed(ignore: list[str], targets: list[str] | None = None) -> dict[str,
 
 
 def ignored(ignore: list[str]) -> set[str]:
-    """vLLM's modules of a draft of three layers behind four of the target that stay unquantised."""
+    """Return vLLM's modules that stay unquantized, of a three-layer draft for a target of four
+    layers.
+    """
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
         CompressedTensorsConfig,
     )
@@ -77,12 +79,14 @@ def ignored(ignore: list[str]) -> set[str]:
     ],
 )
 def test_ignored_modules(ignore: list[str], expected: set[str]) -> None:
-    """Names and patterns of the files, and vLLM's own names, keep the same modules unquantised."""
+    """Names and patterns of a checkpoint, and vLLM's own names, keep the same modules
+    unquantized.
+    """
     assert ignored(ignore) == expected
 
 
 def test_names_of_other_methods() -> None:
-    """Lists of other methods, and targets of schemes, are renamed too."""
+    """Lists of ignored layers are renamed to vLLM's names for other quantization methods too."""
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
     fp8 = Fp8Config(True, ignored_layers=["fc", "layers.0.mlp", "lm_head"])
@@ -93,8 +97,8 @@ def test_names_of_other_methods() -> None:
 
 @pytest.mark.slow
 def test_accepted(tmp_path: Path) -> None:
-    """A draft in FP8 without its ``fc`` keeps as many tokens as the one that it was made of,
-    nearly.
+    """A draft in FP8 whose ``fc`` is unquantized still has more than a fifth of its drafted tokens
+    accepted.
     """
     folder = tmp_path / "draft"
     shutil.copytree(DRAFT_FOLDERS["qwen3"], folder, copy_function=shutil.copyfile)

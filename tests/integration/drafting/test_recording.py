@@ -1,4 +1,4 @@
-"""An engine that records what it says."""
+"""An engine that records its answers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ pytestmark = [pytest.mark.engine]
 def test_records_its_answers(
     is_async: bool, with_draft: bool, adaptive: bool, tmp_path: Path
 ) -> None:
-    """Each answer once, as the engine gave it; an aborted one as far as it came; none that says
-    no.
+    """An engine records each answer once and as it was returned, an aborted one as far as it was
+    generated, and none of a request that opts out.
     """
     drafting = {"record": {"folder": str(tmp_path / "recording"), "max_mib": 1}}
     spec = draft_spec(tmp_path) if with_draft else None
@@ -57,8 +57,8 @@ def test_records_its_answers(
 
 
 def test_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    """Of a folder that others may read, of another scheduler, of a diffusion model; or without a
-    draft to adapt.
+    """Before anything is loaded, recording is refused for a folder that others may read, another
+    scheduler or a diffusion model, and adaptive drafting without a draft.
     """
     from vllm.engine.arg_utils import EngineArgs
 

@@ -1,4 +1,4 @@
-"""Another draft in a running engine: what it says stays the target's, what it drafts is the new
+"""Another draft in a running engine: the answers stay the target's, the drafts become the new
 one's.
 """
 
@@ -38,7 +38,7 @@ def start(
 
 
 def update(engine: TracedEngine, **update_info: str) -> None:
-    """As the endpoint does it; in this process nothing else runs meanwhile."""
+    """Update the draft as the endpoint does; in this process nothing else runs meanwhile."""
     engine.llm.start_draft_weight_update()
     engine.llm.update_weights({"update_info": update_info})
     engine.llm.reset_prefix_cache(reset_running_requests=True)
@@ -46,7 +46,7 @@ def update(engine: TracedEngine, **update_info: str) -> None:
 
 
 def counted(engine: TracedEngine) -> list[int]:
-    """Verifications and drafts accepted by position, of the same requests each time."""
+    """Count verifications, and accepted drafts by position, of the same requests each time."""
     engine.llm.reset_prefix_cache()
     before = metric(engine, "num_drafts"), metric(engine, "num_accepted_tokens_per_pos")
     generate(engine, PROMPTS[2:5])
@@ -55,7 +55,7 @@ def counted(engine: TracedEngine) -> list[int]:
 
 
 def addresses(engine: TracedEngine) -> dict[str, int]:
-    """Where everything lies that a captured graph reads of the draft."""
+    """Return the address of every tensor of the draft that a captured graph reads."""
     model = engine.runner.speculator.model.model
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     tensors |= {name: value for name, value in vars(model).items() if torch.is_tensor(value)}
@@ -65,7 +65,7 @@ def addresses(engine: TracedEngine) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two drafts that are as random as one another."""
+    """Two drafts with random weights of different seeds."""
     made = tmp_path_factory.mktemp("swaps")
     for seed in (1, 2):
         drafts.save_draft(made / str(seed), seed=seed)
@@ -79,8 +79,8 @@ def engine(folder: Path) -> Iterator[TracedEngine]:
 
 
 def test_swaps(engine: TracedEngine, folder: Path, models: Any) -> None:
-    """There and back: each draft's own counters, at the same addresses; greedy tokens
-    throughout.
+    """After each swap of two drafts, there and back, the counters are those of the draft that is
+    loaded, its tensors keep their addresses, and greedy answers stay the target's.
     """
     lies_at, first = addresses(engine), counted(engine)
     assert sum(first[1:]) > 0
@@ -124,7 +124,7 @@ WEIGHTS = {
 
 
 def unfit(folder: Path, kind: str) -> tuple[Path, str]:
-    """A draft's folder that cannot be taken, and what its refusal names."""
+    """Return the folder of a draft that cannot be loaded, and what its refusal names."""
     bad = drafts.save_draft(folder / kind, seed=3)
     weights = bad / "model.safetensors"
     if kind not in WEIGHTS:
@@ -158,7 +158,9 @@ def unfit(folder: Path, kind: str) -> tuple[Path, str]:
 
 
 def test_refusals(engine: TracedEngine, folder: Path, tmp_path: Path) -> None:
-    """Each names what does not fit, and the old draft drafts as it did."""
+    """Each refusal of a draft names what does not fit, and the old draft proposes the same as
+    before.
+    """
     update(engine, path=str(folder / "1"))
     lies_at, first = addresses(engine), counted(engine)
     for kind in (*WEIGHTS, *OTHERS, *OTHERS_OF_DFLASH):
@@ -179,7 +181,7 @@ def test_refusals(engine: TracedEngine, folder: Path, tmp_path: Path) -> None:
 
 
 def test_failed_load(engine: TracedEngine, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fails half-way is undone, and nothing is left open."""
+    """A load that fails halfway is undone, and the next update can begin."""
     update(engine, path=str(folder / "1"))
     first = counted(engine)
     model = engine.runner.speculator.model.model
@@ -206,8 +208,8 @@ def test_failed_load(engine: TracedEngine, folder: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("architecture", ["DFlashDraftModel", "DFlashMaskedDraftModel"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
 def test_in_flight(is_async: bool, architecture: str, models: Any, tmp_path: Path) -> None:
-    """Three swaps in mid-answer of eight requests: the target's tokens; then as a server begun with
-    it.
+    """Three swaps in the middle of eight answers leave the target's tokens, and afterwards the
+    counters are those of an engine that started with the new draft.
     """
     from vllm import SamplingParams
 

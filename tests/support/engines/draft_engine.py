@@ -1,4 +1,4 @@
-"""An engine with a draft: its options, its requests, its counters, what its parts are given."""
+"""An engine with a draft: its options, its requests, its counters, and calls of its parts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PROMPTS = [prompt_of(length, seed=length) for length in (1, 2, 31, 33, 64, 81, 1
 
 
 def saved_target(folder: Path, kind: str = "qwen3") -> Path:
-    """The folder of a random target, saved once."""
+    """Return the folder of a random target, saved once."""
     target = folder / f"target-{kind}"
     return target if target.exists() else drafts.save_target(kind, target)
 
@@ -69,7 +69,7 @@ def serving(
     kind: str = "qwen3",
     **options: Any,
 ) -> Iterator[TracedEngine]:
-    """An engine with a random target, a draft and settings of drafts."""
+    """Start an engine with a random target, a draft and settings of drafts."""
     if drafting is not None:
         options["additional_config"] = {"drafting": drafting}
     engine = TracedEngine(
@@ -84,14 +84,14 @@ def serving(
 
 
 def assert_greedy(engine: TracedEngine, model: Any, prompts: list[Any] | None = None) -> None:
-    """What the engine says greedily, to prompts at once, is what ``transformers`` says."""
+    """Check that the engine's greedy answers to prompts at once are those of ``transformers``."""
     prompts = PROMPTS if prompts is None else prompts
     for prompt, output in zip(prompts, generate(engine, prompts), strict=True):
         assert list(output.outputs[0].token_ids) == drafts.greedy_tokens(model, prompt, 30)
 
 
 def generate(engine: TracedEngine, prompts: list[Any], **changes: Any) -> list[Any]:
-    """Finished requests of one batch; prompts are token ids or what vLLM takes."""
+    """Return the finished requests of one batch; prompts are token ids or what vLLM takes."""
     from vllm import SamplingParams
 
     options: dict[str, Any] = {

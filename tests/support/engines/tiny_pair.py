@@ -1,5 +1,5 @@
-"""Servers of the shipped autoregressive target: questions over HTTP, and what ``transformers``
-answers.
+"""Servers of the shipped autoregressive target: questions over HTTP, and the answers of
+``transformers``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _salts = itertools.count()
 
 
 def dflash(draft: Path | None = None) -> dict[str, Any]:
-    """``speculative_config`` of the shipped draft, or of another one of its shape."""
+    """Return ``speculative_config`` of the shipped draft, or of another one of its shape."""
     return {
         "method": "dflash",
         "model": str(draft or shipped_draft()),
@@ -40,7 +40,7 @@ def dflash(draft: Path | None = None) -> dict[str, Any]:
 
 
 def save_random_draft(folder: Path) -> Path:
-    """The folder of an untrained draft of the shipped one's shape."""
+    """Return the folder of an untrained draft of the shipped one's shape."""
     torch.manual_seed(0)
     save_draft(ReferenceDraft(load_draft(shipped_draft()).config), folder)
     return folder
@@ -75,7 +75,7 @@ def serving(
 
 
 def greedy_answers() -> dict[str, list[int]]:
-    """Token ids by question, of a model that knows of no draft."""
+    """Return token ids by question, from a model without a draft."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = shipped_checkpoint("qwen3")
@@ -92,7 +92,7 @@ def greedy_answers() -> dict[str, list[int]]:
 
 
 def greedy_answer(server: Server, question: str, **headers: str) -> list[int]:
-    """Token ids of a greedy answer."""
+    """Return the token ids of a greedy answer."""
     body: dict[str, Any] = {
         "model": MODEL,
         "messages": [{"role": "user", "content": question}],

@@ -1,4 +1,4 @@
-"""Every masked family, as the parity tests ask for it. A new one is a line in ``CASES``."""
+"""Every masked family, as the parity tests use it. A new one is a line in ``CASES``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ STRATEGIES = {
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a request asks for.
+    """What a request sets.
 
     Attributes:
         max_tokens: Tokens.
@@ -87,7 +87,7 @@ class Wanted:
         """vLLM's, which end at nothing but ``max_tokens``.
 
         Args:
-            shown: Arguments that say what is sent besides tokens.
+            shown: Arguments that set what is sent besides tokens.
             changes: Of any parameter.
         """
         from vllm import SamplingParams
@@ -111,10 +111,10 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a published loop is asked.
+    """What a published loop is given.
 
     Attributes:
-        model: The family's, which cannot say a mask.
+        model: The family's, which cannot draw a mask.
         prompt: Token ids.
         wanted: Of at least ``max_tokens`` tokens.
         ends: End tokens.

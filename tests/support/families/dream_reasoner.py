@@ -1,6 +1,6 @@
 """DreamReasoner: SDAR's loop with other defaults.
 
-Source: a third party's port of the checkpoint's ``generation_utils.py``, which says that it is
+Source: a third party's port of the checkpoint's ``generation_utils.py``, which states that it is
 exact (Yanzhen-CN/Benchmark-dllm at b8e8cfb, ``src/dllm_bench/models/dreamreasoner.py``). The
 publisher's own was not found.
 """
@@ -36,7 +36,7 @@ def generate(
 
     - At temperature 0 the probability is that before ``top_k`` and ``top_p``.
     - ``sequential`` counts masks; there it counts positions from the first mask on, which are the
-      same unless one behind it is decided.
+      same unless one after it is decided.
     - End tokens end the generation as in SDAR's loop; the port has none.
     - ``entropy_bounded`` is left out.
     """

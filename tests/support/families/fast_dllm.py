@@ -43,7 +43,7 @@ def generate(
 
     The row of a token is that of the position before it; a block's own first row stands for its
     first position too, which is never a mask. The first token of a block is a seed: the most likely
-    token behind the last row of the pass that wrote the block before, be it prompt or generated. It
+    token after the last row of the pass that wrote the block before, be it prompt or generated. It
     is so at any temperature. Sub-blocks are filled from left to right; every step sees the whole
     block and reveals, in its sub-block, each mask whose probability is above the threshold and the
     best one. A block without masks is forwarded once more, which gives the next seed; the last
@@ -54,7 +54,7 @@ def generate(
     Differs from the publisher's:
 
     - A prompt of exactly one block is prefilled. There it is not (the comparison is ``>``), and the
-      blocks behind it are written as if nothing were before them.
+      blocks after it are written as if nothing were before them.
     - ``use_block_cache`` is left out: with it other sub-blocks' keys and values are those of an
       earlier step, which is an approximation.
     - Among equally confident positions the leftmost is taken first.

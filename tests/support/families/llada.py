@@ -53,11 +53,11 @@ def generate(
     sample: Sample = multinomial,
     uniform: Uniform = torch_uniform,
 ) -> Run:
-    """Blocks behind the prompt, one after another, with masks in all later ones, which every pass
+    """Blocks after the prompt, one after another, with masks in all later ones, which every pass
     sees.
 
     ``steps`` is divided by the number of blocks. A step reveals as many of the block's masks as an
-    even schedule says, those whose drawn token is most probable at temperature 1; with a
+    even schedule sets, those whose drawn token is most probable at temperature 1; with a
     ``threshold`` the most probable one, and every other that is not below it. No end token ends it.
 
     Differs from the publisher's: candidates are drawn from softmax(logits / temperature) directly,
@@ -73,7 +73,7 @@ def generate(
     last block is the shorter one.
 
     Raises:
-        ValueError: If ``steps`` is no multiple of the number of blocks.
+        ValueError: If ``steps`` is not a multiple of the number of blocks.
     """
     num_blocks = -(-gen_length // block_length)
     if steps % num_blocks:

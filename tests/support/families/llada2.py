@@ -6,8 +6,8 @@ which agree on the loops. LLaDA2.2's file was not found: its loop is from FluxSe
 publisher's function.
 
 All of them recompute whole sequences in the publisher's code. ``commit`` passes in the records are
-those that a KV cache takes: a finished block is forwarded once more before the next one starts, but
-where its last pass already ran on its final tokens.
+those that a KV cache takes: a finished block is forwarded once more before the next one starts,
+except where its last pass already ran on its final tokens.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def apply_edits(
     """Delete and split within one block, from left to right.
 
     DELETE drops its position, what follows moves left, and masks fill up on the right. SPLIT
-    becomes a mask and behind it the token that stood there before the step; what falls off on the
+    becomes a mask and after it the token that stood there before the step; what falls off on the
     right is lost. The first ``prompt`` positions are the prompt's, whatever they hold.
 
     Args:
@@ -251,8 +251,8 @@ def generate_2_2(
     Differs from the publisher's:
 
     - Above temperature 0 tokens are drawn for masks, and judged by their probability in the plain
-      softmax, as there; but with ``top_k`` or ``top_p`` by that in what these keep, and what takes
-      the place of a token that was drawn again or forbidden is the most likely one.
+      softmax, as there; but with ``top_k`` or ``top_p`` by that in what these keep, and what
+      replaces a token that was drawn again or forbidden is the most likely one.
     - The position that is drawn again is the changed one of lowest confidence, the leftmost of
       equals; there it is a random one.
     - ``max_steps_per_block`` makes its last step a final round; there it warns and leaves masks.

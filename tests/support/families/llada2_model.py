@@ -65,7 +65,7 @@ class Layer(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped queries; each head of queries and keys is normalised, then half of it is rotated."""
+    """Grouped queries; each head of queries and keys is normalized, then half of it is rotated."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

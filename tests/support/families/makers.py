@@ -331,7 +331,7 @@ llada = Maker(
 
 
 class LLaDAMoE(TinyModel):
-    """LLaDA-MoE: Qwen3-MoE without normalised weights of experts, under names of its own."""
+    """LLaDA-MoE: Qwen3-MoE without normalized weights of experts, under names of its own."""
 
     def __init__(self, maker: Maker, config: dict[str, Any], block_length: int) -> None:
         super().__init__(maker, config, block_length)

@@ -1,7 +1,7 @@
 """What the families' tiny models share: random weights, eager attention, and how each is saved.
 
-A model can save itself as a checkpoint folder with the published names of keys and tensors, beside
-the tokenizer of the shipped checkpoint, whose 320 ids take the place of the published ones:
+A model can save itself as a checkpoint folder with the published names of keys and tensors, with
+the tokenizer of the shipped checkpoint, whose 320 ids replace the published ones:
 
     mask 4 ``<mask>``, end 1 ``<eos>`` and 6 ``<turn|>``.
 
@@ -137,8 +137,8 @@ class Maker:
 
     Attributes:
         body: Makes it of the content of ``config.json``.
-        block_length: Of a model that is asked for without one, as published.
-        config: Keys of ``config.json`` beside those of all families.
+        block_length: Of a model that is made without one, as published.
+        config: Keys of ``config.json`` besides those of all families.
         block_length_key: What ``config.json`` calls the block's length; ``None`` where it has none.
         eos_token_id: In ``generation_config.json``.
         published: From the body's names of tensors to the checkpoint's.
@@ -161,7 +161,7 @@ class Maker:
         sharpness: float = 3.0,
         **sizes: int,
     ) -> Any:
-        """One with random weights, where ``sizes`` take the place of those in ``config.json``."""
+        """One with random weights, where ``sizes`` replace those in ``config.json``."""
         block_length = block_length or self.block_length
         config = _COMMON | self.config | sizes
         if self.block_length_key:

@@ -1,4 +1,4 @@
-"""Nemotron-Labs-Diffusion: blocks behind a causal context, its autoregressive mode, linear_spec.
+"""Nemotron-Labs-Diffusion: blocks after a causal context, its autoregressive mode, linear_spec.
 
 Source: ``modeling_nemotron_labs_diffusion.py`` of nvidia/Nemotron-Labs-Diffusion, as found in
 public copies; mlx-vlm ``models/nemotron_labs_diffusion`` at 9b13f522 does the same.
@@ -69,9 +69,9 @@ def generate(
     over a finished block writes its KV and gives the next block's. The other positions start as
     masks. A step draws for each of them, and keeps the most confident, and with a ``threshold``
     every other whose probability is at least that. Without one, as many as an even schedule over
-    ``block_length`` steps says, which is one a step. The probability is that of the drawn token at
+    ``block_length`` steps sets, which is one a step. The probability is that of the drawn token at
     temperature 1, whatever the temperature. A block ends early at an end token with no mask to its
-    left, and is committed as it is; everything is cut behind the first end token.
+    left, and is committed as it is; everything is cut after the first end token.
 
     Differs from the publisher's: ``causal_context=False`` and the thinking budget are left out;
     candidates are drawn from softmax(logits / temperature) directly, which is what its Gumbel
@@ -141,7 +141,7 @@ def ar_generate(
     eos_token_id: int | None = None,
     sample: Sample = multinomial,
 ) -> Run:
-    """One token after another; ends behind an end token.
+    """One token after another; ends after an end token.
 
     Differs from the publisher's: the thinking budget is left out.
     """
@@ -178,8 +178,8 @@ def linear_spec_generate(
 
     A draft starts with the next token, which is already certain, and masks. One pass
     (bidirectional, with the LoRA) fills all masks. Then one causal pass with the plain weights:
-    position i of the block says what stands at i + 1. As long as the draft agrees its tokens are
-    kept, and the first that the causal pass says otherwise, or the one behind the whole block, is
+    position i of the block gives the token at i + 1. As long as the draft agrees its tokens are
+    kept, and the first that the causal pass draws otherwise, or the one after the whole block, is
     the next token. So what comes out is the autoregressive mode's, token by token; with ``sample``
     keyed by position it is so at any temperature.
 

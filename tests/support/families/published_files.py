@@ -7,9 +7,9 @@ taken from it. ``num_tensors`` and ``num_bytes`` (all in bfloat16) are of the fi
 parameters of the cards.
 
 Found nowhere, and so left out: SDAR-30B-A3B's ``config.json`` and index (its code is generated from
-Qwen3-MoE's), LLaDA2.1-mini's and 2.2-mini's, Fast-dLLM v2's index and figures (its code says
+Qwen3-MoE's), LLaDA2.1-mini's and 2.2-mini's, Fast-dLLM v2's index and figures (its code has
 Qwen2.5's names), Stable-DiffCoder's index (its class is ``transformers``' Llama), all of
-DreamReasoner-8B's (a port says Qwen3's names), and the adapter's tensors of Nemotron-Labs-Diffusion
+DreamReasoner-8B's (a port has Qwen3's names), and the adapter's tensors of Nemotron-Labs-Diffusion
 other than through tests that write such a file, and MinerU-Diffusion's ``config.json`` and index
 (its class has default sizes, which may be others).
 """

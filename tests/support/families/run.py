@@ -1,7 +1,7 @@
 """What the reference loops share: their record, their draws, their choice of positions.
 
 A loop asks its model for the logits of a whole sequence, ``model(ids, visible)``, where ``visible``
-says which position sees which. Scripted functions stand in for a model in tests.
+sets which position sees which. Scripted functions stand in for a model in tests.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Run:
     """One generation.
 
     Attributes:
-        tokens: What the loop returned behind the prompt.
+        tokens: What the loop returned after the prompt.
         passes: Every forward pass, in order.
         revealed: Per position of ``tokens`` the step of its block, from 0, that wrote it last; -1
             where no denoising step did (a seed, a drafted token, a mask that was left).
@@ -68,7 +68,7 @@ def begin(
     """What a loop over blocks from position 0 begins with; the prompt's whole blocks are cached.
 
     Returns:
-        Its record, the sequence of ``length`` with masks behind the prompt, per position the step
+        Its record, the sequence of ``length`` with masks after the prompt, per position the step
         that wrote it (none yet), and the first block that is generated.
     """
     run, first_block = Run(), len(prompt_ids) // block_length
@@ -235,7 +235,7 @@ def block_causal(length: int, block_length: int) -> Tensor:
 
 
 def causal_then_block(context: int, block_length: int) -> Tensor:
-    """A causal context, and behind it one block that sees all of it and of itself."""
+    """A causal context, and after it one block that sees all of it and of itself."""
     visible = causal(context + block_length)
     visible[context:] = True
     return visible

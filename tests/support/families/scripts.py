@@ -38,12 +38,12 @@ def row(token: int, p: float, second: int | None = None) -> Tensor:
 
 
 def constant(rows: Sequence[Tensor]) -> run.Model:
-    """A model that says the same at each position whatever stands there."""
+    """A model that predicts the same at each position whatever stands there."""
     return scripted(lambda ids: torch.stack(list(rows[: len(ids)])))
 
 
 def decreasing(length: int, *, first: float = 0.9, by: float = 0.05, token: int = 10) -> run.Model:
-    """Position i says ``token + i``, each with less certainty than the one before."""
+    """Position i predicts ``token + i``, each with less certainty than the one before."""
     return constant([row(token + i, first - by * i) for i in range(length)])
 
 

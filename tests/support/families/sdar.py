@@ -51,8 +51,8 @@ def generate(
     ``low_confidence_static`` the most confident, with ``sequential`` the leftmost, with
     ``low_confidence_dynamic`` every one whose probability is above the threshold if these are at
     least ``n[s]``, else the ``n[s]`` most confident. A block without masks is forwarded once more:
-    that pass writes its KV. End tokens are looked for after that, behind the prompt; what stands
-    behind them in the block is returned too.
+    that pass writes its KV. End tokens are looked for after that, in the answer; what follows
+    them in the block is returned too.
 
     Differs from the publisher's:
 

@@ -42,12 +42,12 @@ def generate_block(
 ) -> Run:
     """Blocks from position 0; the first one generated holds the prompt's remainder.
 
-    Exactly ``gen_length`` tokens: behind a prompt that is no whole number of blocks the last block
+    Exactly ``gen_length`` tokens: after a prompt that ends within a block the last block
     is as much shorter as the first is. ``steps`` is divided by the number of whole blocks. A step
     reveals the most confident mask, and with a ``threshold`` every other whose probability is not
-    below it; without one, as many as an even schedule says. The probability is that of the drawn
+    below it; without one, as many as an even schedule sets. The probability is that of the drawn
     token at temperature 1, in float64. A full block with an end token ends the generation without
-    another pass, and every token behind the first end token becomes one; other full blocks are
+    another pass, and every token after the first end token becomes one; other full blocks are
     forwarded once more, which writes their KV.
 
     Differs from the publisher's:
@@ -60,7 +60,7 @@ def generate_block(
     - Among equally confident positions the leftmost is taken first.
 
     Raises:
-        ValueError: If ``gen_length`` is no multiple of ``block_length``, ``steps`` none of the
+        ValueError: If ``gen_length`` is not a multiple of ``block_length``, nor ``steps`` of the
             number of blocks, or masks are left.
     """
     if gen_length % block_length:

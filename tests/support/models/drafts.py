@@ -43,7 +43,7 @@ _SHAPE: dict[str, Any] = {
 
 
 def target_model(kind: str, seed: int = 0, **changes: Any) -> Any:
-    """A random model of ``transformers``, one of :data:`TARGETS`; Gemma 4's windows are 32
+    """Return a random model of ``transformers``, one of :data:`TARGETS`; Gemma 4's windows are 32
     tokens.
     """
     import transformers
@@ -73,13 +73,13 @@ def target_model(kind: str, seed: int = 0, **changes: Any) -> Any:
 
 
 def save_target(kind: str, folder: Path, seed: int = 0) -> Path:
-    """The folder of :func:`target_model`'s checkpoint, in float32."""
+    """Return the folder of :func:`target_model`'s checkpoint, in float32."""
     target_model(kind, seed).save_pretrained(folder)
     return folder
 
 
 def draft_config(**changes: Any) -> dict[str, Any]:
-    """``config.json`` of a draft with two layers, for a block of eight."""
+    """Return ``config.json`` of a draft with two layers, for a block of eight."""
     return {
         **_SHAPE,
         "architectures": ["DFlashDraftModel"],
@@ -96,7 +96,7 @@ def draft_config(**changes: Any) -> dict[str, Any]:
 
 
 def random_draft(seed: int = 1, **changes: Any) -> ReferenceDraft:
-    """The reference with random weights; ``changes`` are of its ``config.json``."""
+    """Return the reference with random weights; ``changes`` are of its ``config.json``."""
     draft = ReferenceDraft(Qwen3Config(**draft_config(**changes))).eval()
     generator = torch.Generator().manual_seed(seed)
     # The first draws are those of no layer.
@@ -107,7 +107,7 @@ def random_draft(seed: int = 1, **changes: Any) -> ReferenceDraft:
 
 
 def save_draft(folder: Path, seed: int = 1, **changes: Any) -> Path:
-    """The folder of a random draft; ``changes`` are of its ``config.json``."""
+    """Return the folder of a random draft; ``changes`` are of its ``config.json``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(draft_config(**changes)))
     save_file(random_draft(seed, **changes).state_dict(), folder / "model.safetensors")
@@ -130,7 +130,9 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Te
 
 
 def greedy_tokens(model: Any, prompt: list[int], max_tokens: int) -> list[int]:
-    """What ``transformers`` says, computed once for each model, whose weights stay."""
+    """Return greedy tokens of ``transformers``, computed once for each model, whose weights
+    stay.
+    """
     return list(_greedy_tokens(model, tuple(prompt), max_tokens))
 
 

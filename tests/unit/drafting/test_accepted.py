@@ -1,4 +1,4 @@
-"""What verifications kept, and which draft is better."""
+"""How many tokens verifications accepted, and which draft is better."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=60)
 
 
 def counters(lengths: list[int], longest: int = 9) -> tuple[int, dict[int, float]]:
-    """What vLLM counts: each position of each verification that kept it."""
+    """Return vLLM's counters: for each position, how many verifications accepted its token."""
     kept = {at: float(sum(length > at for length in lengths)) for at in range(longest)}
     return len(lengths), kept
 
 
 @given(LENGTHS)
 def test_counters(lengths: list[int]) -> None:
-    """Counters by position give back the mean and the shares by position."""
+    """Counters by position give back the mean number of tokens and the shares by position."""
     found = Verifications.from_counters(*counters(lengths))
     assert found == Verifications.of(lengths, 9)
     assert found.number == len(lengths)
@@ -34,19 +34,19 @@ def test_counters(lengths: list[int]) -> None:
     ids=["more than all", "more behind", "a gap", "no first"],
 )
 def test_not_counters(verifications: int, kept: dict[int, float]) -> None:
-    """Numbers that no server can have counted are refused."""
+    """Counters that no server can have are refused."""
     with pytest.raises(ValueError, match="verifications cannot have kept"):
         Verifications.from_counters(verifications, kept)
 
 
 def histogram(*counts: int) -> Verifications:
-    """Verifications that kept 0, 1, ... tokens of the same draft."""
+    """Return verifications of one draft of which ``counts`` accepted 0, 1, ... tokens."""
     lengths = [kept for kept, count in enumerate(counts) for _ in range(count)]
     return Verifications.of(lengths, len(counts) - 1)
 
 
 def test_nothing() -> None:
-    """Without a verification a step gives one token."""
+    """Without any verification a step gives one token, and no draft is better than another."""
     nothing = Verifications()
     assert nothing.tokens == 1
     assert nothing.by_position == ()
@@ -55,7 +55,7 @@ def test_nothing() -> None:
 
 
 def test_better() -> None:
-    """At least 2 % more: what is less is not worth a swap."""
+    """A draft is better than another if it gives at least 2 % more tokens per verification."""
     poor, good = histogram(90, 10, 0, 0), histogram(10, 10, 10, 70)
     assert good.is_better_than(poor)
     assert not poor.is_better_than(good)

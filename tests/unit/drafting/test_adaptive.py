@@ -1,5 +1,5 @@
-"""The level of each step: judged by a scripted table of what steps cost, on traffic of several
-kinds.
+"""The number of drafts of each step, judged by a scripted table of steps' costs on several kinds of
+traffic.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ TINY = Machine("tiny pair", weights=5.9, row=0.86, kv=0.1, draft=4)
 
 
 def traffic(phases: list[tuple[float, int]]) -> list[float]:
-    """Of each token to say: how likely a draft of it is right, its predecessors being right."""
+    """Return, for each token to generate, how likely its draft is right if its predecessors are
+    right.
+    """
     return [rate for rate, num_tokens in phases for _ in range(num_tokens)]
 
 
@@ -71,8 +73,8 @@ def cost(
     """Milliseconds to answer with all of ``texts``, ``num_reqs`` at a time; noise of a tenth on
     each step.
 
-    Of a share ``busy`` of the steps the clock says up to four times as much, since the machine does
-    something else too; that is not counted, since it would have been so at any level.
+    Of a share ``busy`` of the steps the clock shows up to four times as much, since the machine
+    does something else too; that is not counted, since it would have been so at any level.
     """
     draws = random.Random(seed)
     waiting = dict(enumerate(texts))
@@ -120,7 +122,7 @@ def cost_to_best(
     num_seeds: int = 1,
     busy: float = 0.0,
 ) -> float:
-    """Cost of adapting as a multiple of that of no draft or of the best fixed level."""
+    """Return the cost of adapting as a multiple of the cost of the best fixed level, 0 included."""
 
     def mean(level: int | None) -> float:
         # What is accepted by chance differs between two levels too.
@@ -164,7 +166,9 @@ def loads(
 def test_cost(
     machine: Machine, num_reqs: int, prompt: int, phases: list[tuple[float, int]]
 ) -> None:
-    """At most 1.05 times that of no draft and of the best fixed level, probing included."""
+    """Adapting costs at most 1.05 times as much as no draft or the best fixed level, probing
+    included.
+    """
     assert cost_to_best(machine, [traffic(phases)] * num_reqs, num_reqs, prompt, 3) <= 1.05
 
 
@@ -184,7 +188,9 @@ REQUESTS = {
 @loads([(TINY, 1, 100)], slow=((GPU, 1, 100), (TINY, 8, 100)))
 @pytest.mark.parametrize("requests", REQUESTS)
 def test_cost_of_requests(machine: Machine, num_reqs: int, prompt: int, requests: str) -> None:
-    """The same bound where what changes is who asks, and answers are short."""
+    """Adapting costs at most 1.05 times as much as the best fixed level where answers are short and
+    requests of different kinds follow each other.
+    """
     assert cost_to_best(machine, REQUESTS[requests] * num_reqs, num_reqs, prompt, 2) <= 1.05
 
 
@@ -199,22 +205,26 @@ def test_cost_of_requests(machine: Machine, num_reqs: int, prompt: int, requests
 def test_no_fixed_level_is_as_cheap(
     machine: Machine, texts: list[list[float]], prompt: int, bound: float
 ) -> None:
-    """Where short answers that the draft does not know lie between others, and where the text
-    changes.
+    """Adapting is cheaper than every fixed level where short answers that the draft does not know
+    come between others, and where the text changes.
     """
     assert cost_to_best(machine, texts, 1, prompt) < bound
 
 
 @pytest.mark.parametrize("rate", [UNKNOWN, pytest.param(0.33, marks=pytest.mark.slow)])
 def test_busy_machine(rate: float) -> None:
-    """Steps that took long for another reason do not have drafts taken to pay where they do not."""
+    """Steps that take long because the machine is busy do not make drafts seem to pay where they do
+    not.
+    """
     # The tiny pair's, nearly, on two cores.
     machine = Machine("busy", weights=9, row=1.3, kv=0.1, draft=10)
     assert cost_to_best(machine, [traffic([(rate, 1500)])], 1, 100, 5, busy=0.3) <= 1.1
 
 
 def levels(draft: AdaptiveDraft, num_steps: int, right: bool) -> list[int]:
-    """What is chosen for one request, whose drafts are all right or all wrong, on the GPU above."""
+    """Return the levels chosen for one request on the GPU above, whose drafts are all right or all
+    wrong.
+    """
     chosen, verified = [], 0
     for _ in range(num_steps):
         drafted = draft.choose(["one"], 1000)
@@ -226,8 +236,8 @@ def levels(draft: AdaptiveDraft, num_steps: int, right: bool) -> list[int]:
 
 
 def test_down_and_up() -> None:
-    """To none within some steps of wrong drafts, probes now and then, and back within some of right
-    ones.
+    """Wrong drafts bring the level to 0 within some steps, with a probe now and then, and right
+    drafts bring it back.
     """
     draft = AdaptiveDraft(LEVELS)
     assert set(levels(draft, 100, right=True)[20:]) == {7}
@@ -239,7 +249,9 @@ def test_down_and_up() -> None:
 
 
 def test_long_prompts_before_anything_is_measured() -> None:
-    """Steps of prompts have no cost that compares: the longest draft until one does."""
+    """The longest draft is chosen until a step is measured, since steps of prompts have no cost to
+    compare.
+    """
     draft = AdaptiveDraft(LEVELS)
     assert [draft.choose(["one"], 60_000) for _ in range(20)][6:] == [draft.levels[-1]] * 14
     draft.observe(draft.levels[-1], draft.levels[-1], 1, 60_000, 1.0, {"one": 1})
@@ -247,8 +259,8 @@ def test_long_prompts_before_anything_is_measured() -> None:
 
 
 def test_another_draft() -> None:
-    """What was learnt of the last one is forgotten: a good one is found at once, though none was
-    drafted.
+    """After a swap what was learned of the old draft is forgotten, so a good new one is used at
+    once although nothing was drafted before.
     """
     draft = AdaptiveDraft(LEVELS)
     longest = draft.levels[-1]

@@ -1,6 +1,4 @@
-"""Settings that are not understood, and a draft that does not fit, are refused before anything is
-loaded.
-"""
+"""Unknown settings, and a draft that does not fit, are refused before anything is loaded."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ MASK = 4
 def configured(
     drafting: Any = None, num_drafts: int = 7, method: str = "dflash", **changes: Any
 ) -> Any:
-    """What vLLM has configured: a draft with ``changes`` in its ``config.json``."""
+    """Return vLLM's configuration of a draft with ``changes`` in its ``config.json``."""
     config = vllm_config(TARGET, speculative_config=dict(SPECULATION))
     config.additional_config = {} if drafting is None else {"drafting": drafting}
     spec = config.speculative_config
@@ -59,8 +57,8 @@ def configured(
 def test_mask_token_as_text(
     text: Any, found: Any, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The target's tokenizer gives the id, with vLLM's class too; what is not one token is refused
-    by name.
+    """The target's tokenizer gives the id of a mask token that is a text, with vLLM's class too,
+    and a text that is not one token is refused by name.
     """
     ids = [found] if isinstance(found, int) else found
     tokenizer = mock.Mock()
@@ -164,8 +162,8 @@ def test_refused(changes: dict[str, Any], message: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_refused_in_stock(tmp_path: Path) -> None:
-    """What is refused ends vLLM's engine later, without the file's name, or is no draft of its
-    target.
+    """Each draft that is refused would end vLLM's engine later, without the file's name, or would
+    not be a draft of its target.
     """
     jobs = []
     for i, (changes, _, _) in enumerate([({}, "", ""), *REFUSED_OF_STOCK]):
@@ -203,7 +201,7 @@ def test_refused_in_stock(tmp_path: Path) -> None:
     ],
 )
 def test_what_stock_knows_is_left_to_it(changes: dict[str, Any]) -> None:
-    """Of drafts that vLLM's own class serves nothing is changed either."""
+    """The configuration of a draft that vLLM's own class serves is not changed."""
     served = configured(**STOCK, **changes)
     draft = served.speculative_config.draft_model_config.hf_config
     untouched = copy.deepcopy(vars(draft))
@@ -222,7 +220,7 @@ def test_what_stock_knows_is_left_to_it(changes: dict[str, Any]) -> None:
 def test_more_drafts_than_it_was_trained_for(
     top: int | None, nested: int | None, num_drafts: int, architecture: str
 ) -> None:
-    """More drafts than a block holds are verified as all are; a warning has the number that fits.
+    """More drafts than a block holds are verified like others; a warning names how many fit.
 
     Turbo-dLLM and NeMo write a block's length next to ``dflash_config`` and in it; the shorter one
     bounds a draft.
@@ -242,8 +240,8 @@ def test_more_drafts_than_it_was_trained_for(
 @pytest.mark.parametrize("name", ["Qwen3DFlashDraftModel", "DFlashQwen3DFlashDraftModel"])
 @pytest.mark.parametrize("causal", [None, True])
 def test_drafts_of_nemo(name: str, causal: bool | None) -> None:
-    """NeMo's architecture is vLLM's under another name, and a causal draft (JetSpec's) is
-    causal.
+    """A draft under NeMo's name of the architecture is served as vLLM's, and a causal one
+    (JetSpec's) is causal.
     """
     fields = {} if causal is None else {"causal": causal}
     served = configured(architectures=[name], is_causal=False, **dflash(**fields))
@@ -258,14 +256,16 @@ def test_drafts_of_nemo(name: str, causal: bool | None) -> None:
 
 
 def test_second_drafts_of_nemo() -> None:
-    """DFlash 2 is chosen by its architecture, and left to vLLM."""
+    """A DFlash 2 draft of NeMo gets vLLM's architecture of DFlash 2."""
     served = configured(architectures=["DFlashQwen3DFlash2DraftModel"])
     check_draft(served)
     assert served.speculative_config.draft_model_config.architectures == ["DFlash2DraftModel"]
 
 
 def test_settings_without_a_draft_are_refused() -> None:
-    """Nothing would read them."""
+    """Settings of drafts are refused where no draft is configured, since nothing would read
+    them.
+    """
     config = configured({"steps": 2})
     config.speculative_config = None
     with pytest.raises(ValueError, match="the draft of --speculative-config is none: leave"):
@@ -275,7 +275,9 @@ def test_settings_without_a_draft_are_refused() -> None:
 
 
 def test_what_is_chosen() -> None:
-    """Stock's drafts are ours where something is set of them; a window is for every layer."""
+    """A draft of vLLM's architecture is served by this package's class where a setting is given,
+    and a window holds for every layer.
+    """
     served = configured({"window": 48}, **STOCK, **dflash())
     check_draft(served)
     model_config = served.speculative_config.draft_model_config
@@ -286,7 +288,9 @@ def test_what_is_chosen() -> None:
 
 @pytest.mark.parametrize("dtype", ["turboquant_k8v4", "nvfp4", "fp8_e5m2"])
 def test_caches_that_the_cpu_cannot_read(dtype: str) -> None:
-    """Of the target, and of a draft that has one of its own; vLLM would find out in a worker."""
+    """A KV cache type that the CPU cannot read is refused for the target, and for a draft that has
+    a type of its own, before a worker starts.
+    """
     config = configured()
     config.cache_config.cache_dtype = "fp8"
     check_cache(config)
@@ -344,14 +348,17 @@ ADAPTIVE = {"drafting": {"adaptive": True}}
 
 
 def recording(folder: Any, **changes: Any) -> Any:
-    """What vLLM has configured for a target whose traffic is recorded."""
+    """Return vLLM's configuration of a target whose traffic is recorded."""
     config = configured({"record": {"folder": str(folder)}}, architectures=["DFlash2DraftModel"])
     vars(config).update(changes)
     return config
 
 
 def test_recording_goes_with_any_draft_and_none(tmp_path: Path) -> None:
-    """Our scheduler is chosen, and looked at again for the draft's own configuration."""
+    """A recording selects this package's scheduler with any draft and without one, and a second
+    check, as vLLM makes one for the draft's own configuration, passes although the folder is
+    locked.
+    """
     for changes in ({}, {"speculative_config": None}):
         config = recording(tmp_path / "recording", **changes)
         check_draft(config)
@@ -362,7 +369,7 @@ def test_recording_goes_with_any_draft_and_none(tmp_path: Path) -> None:
 
 
 def test_adaptive_drafts_are_off_in_data_parallelism(tmp_path: Path) -> None:
-    """For each engine, and what is recorded stays."""
+    """With data parallelism adaptive drafting is turned off, and the recording stays on."""
     record = {"folder": str(tmp_path / "recording")}
     config = recording(
         tmp_path, additional_config={"drafting": {"record": record, "adaptive": True}}
@@ -378,8 +385,8 @@ def test_adaptive_drafts_are_off_in_data_parallelism(tmp_path: Path) -> None:
 
 @given(num_drafts=st.integers(1, 40), max_num_seqs=st.integers(2, 300))
 def test_graphs_are_captured_for_adaptive_drafts(num_drafts: int, max_num_seqs: int) -> None:
-    """vLLM captures for the numbers of its table, spread over batches: ours are among them, and
-    none.
+    """The numbers of drafts for which vLLM captures graphs are those that adaptive drafting chooses
+    from, 0 included, and an operator's own table is kept.
     """
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 

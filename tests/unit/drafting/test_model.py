@@ -1,4 +1,4 @@
-"""The passes of :class:`DFlashMaskedDraftModel`, around a layer of a few lines."""
+"""The passes of :class:`DFlashMaskedDraftModel`, with a layer of a few lines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOCAB, MASK, HIDDEN = 9, 8, 16
 
 
 class Layer(nn.Module):
-    """A row depends on its token, its position, and all tokens of its block."""
+    """A layer whose rows depend on their token, their position, and all tokens of their block."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def draft(num_drafts: int, steps: int, schedule: str, order: str) -> nn.Module:
 
 
 def by_hand(model: nn.Module, anchor: int, positions: Tensor) -> Tensor:
-    """A block's kept rows, position after position."""
+    """Return a block's kept rows, computed position by position."""
     tokens = [anchor, *[MASK] * model.num_drafts]
     kept: dict[int, Tensor] = {}
     for count in model.unmask_counts:
@@ -79,8 +79,8 @@ def by_hand(model: nn.Module, anchor: int, positions: Tensor) -> Tensor:
 def test_passes(
     data: st.DataObject, num_drafts: int, num_blocks: int, padding: int, schedule: str, order: str
 ) -> None:
-    """Each block's rows are what it has alone; the engine's tokens stay, and no mask is
-    proposed.
+    """Each block's rows equal those of the block alone, the engine's token ids are not changed, and
+    the mask is never proposed.
     """
     model = draft(num_drafts, data.draw(st.integers(1, num_drafts)), schedule, order)
     width = num_drafts + 1
@@ -104,7 +104,9 @@ def test_passes(
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_graph_can_hold_the_passes(order: str) -> None:
-    """Traced whole, for any number of blocks, and nothing waits for the device."""
+    """The passes can be traced as a whole for any number of blocks, and no operation waits for the
+    device.
+    """
     model = draft(4, 3, "cosine", order)
 
     def rows_of(ids: Tensor, positions: Tensor) -> Tensor:

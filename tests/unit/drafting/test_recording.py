@@ -1,4 +1,6 @@
-"""A recording: bounded, the owner's, readable whatever happened to its writer."""
+"""A recording is limited in size, private to its owner, and readable whatever happened to its
+writer.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +57,8 @@ def test_damage_never_breaks_a_reader(
     data: st.DataObject,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Cut at any byte, or whatever a disk did then: what is whole is read, what is written
-    afterwards too.
+    """A file that is cut at any byte, or has rubbish after the cut, is read up to there, and so is
+    what is written afterwards.
     """
     ring = Ring(folder_of(tmp_path_factory), "engine0", 2**20)
     ring.append([line(*each, time=i) for i, each in enumerate(exchanges)])
@@ -79,8 +81,8 @@ def test_damage_never_breaks_a_reader(
 def test_ring_is_bounded(
     sizes: list[int], max_bytes: int, batch: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Never more bytes than it may hold, the newest are there, in order; only what cannot fit is
-    not.
+    """A recording never holds more bytes than its limit, and keeps the newest entries in order;
+    only an entry longer than the limit is left out.
     """
     ring = Ring(folder_of(tmp_path_factory), "engine0", max_bytes)
     lines = [f"{i:06d}".ljust(size - 1, "x").encode() + b"\n" for i, size in enumerate(sizes)]
@@ -132,7 +134,9 @@ def test_only_the_owner_reads(ring: Ring) -> None:
 
 
 def test_engines_beside_each_other(tmp_path: Path) -> None:
-    """Each in files of its own, each within its bound, and read together by time."""
+    """Several engines write to one folder in files of their own, and their entries are read
+    together in order of time.
+    """
     rings = [Ring(tmp_path / "r", f"engine{i}", 2**20) for i in (0, 1, 10)]
     recorders = [Recorder(ring, pytest.fail) for ring in rings]
     for ring, other in zip(rings, (5, 3, 1), strict=True):
@@ -162,8 +166,8 @@ def test_open_folder_is_refused(mode: int, ring: Ring) -> None:
 def test_folder_of_another_user_is_refused(
     ring: Ring, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Closed to others or not: its owner could read what is recorded. So with a file in it, and
-    links.
+    """The folder of another user is refused whatever its mode, since its owner could read the
+    recording, and so are open files and links.
     """
 
     def assert_refused(message: str, refused: Ring = ring) -> None:
@@ -198,7 +202,9 @@ def test_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
 
 
 def test_full_disk_is_reported_once(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever adds notices nothing, and recording goes on when there is room."""
+    """A full disk is reported once, the caller notices nothing, and recording goes on when there is
+    room.
+    """
     warnings: list[str] = []
     recorder = Recorder(ring, warnings.append)
     write = os.write
@@ -247,7 +253,7 @@ def test_clearing_under_a_writer(ring: Ring) -> None:
 
 
 def test_file_of_the_users(tmp_path: Path) -> None:
-    """A whole sequence is all answer; a mistake is told with its line."""
+    """In a user's own file a line with one sequence is read as an answer without a prompt."""
     file = tmp_path / "own.jsonl"
     file.write_text('{"token_ids": [1, 2]}\n\n' + line([3], [4]).decode())
     assert recorded(file) == [([], [1, 2]), ([3], [4])]
@@ -285,7 +291,7 @@ def test_no_recording(tmp_path: Path) -> None:
 
 
 def test_held_out_by_the_prompt(tmp_path: Path) -> None:
-    """Whatever was answered; about a tenth."""
+    """The prompt alone decides whether an exchange is held out, and about a tenth are."""
     file = tmp_path / "own.jsonl"
     file.write_bytes(b"".join(line([i, 7], [answer]) for i in range(2000) for answer in (1, 2)))
     found = read_recording(file).exchanges

@@ -1,4 +1,6 @@
-"""The reference draft held to transformers' Qwen3, and its speculative decoding to ``generate``."""
+"""The reference draft against transformers' Qwen3, and its speculative decoding against
+``generate``.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ SIZES = {
 
 
 def loud(model: torch.nn.Module, seed: int) -> None:
-    """Random weights whose distributions are far from uniform."""
+    """Set random weights whose distributions are far from uniform."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -107,7 +109,7 @@ def test_causal_draft_is_qwen3(known: int, window: int | None) -> None:
 
 
 def test_window_in_both_directions(target) -> None:
-    """A bidirectional row sees as far ahead as back, its own position counted."""
+    """A row of a bidirectional draft sees as far ahead as back, its own position counted."""
     draft = make_draft(target, window=3)
     assert reach_of_layer(draft.config, 0) == (3, False)
     rows = torch.randn(1, BLOCK, 32)
@@ -149,7 +151,9 @@ def test_window_in_both_directions(target) -> None:
     ],
 )
 def test_reach_of_layer_is_vllms(changes: dict, expected: tuple) -> None:
-    """What published drafts spell in several ways is read as vLLM reads it."""
+    """The windows of a draft's layers, which published files spell in several ways, are read as
+    vLLM reads them.
+    """
     pytest.importorskip("vllm")
     from vllm.model_executor.models.qwen3_dflash import _resolve_layer_attention
 
@@ -164,7 +168,7 @@ def test_reach_of_layer_is_vllms(changes: dict, expected: tuple) -> None:
 
 
 def test_checkpoint(target, tmp_path: Path) -> None:
-    """z-lab's names and keys; what was saved is what is loaded."""
+    """A saved draft has z-lab's names and keys, and loading it gives the same tensors."""
     draft = make_draft(target)
     save_draft(draft, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -198,7 +202,7 @@ def test_checkpoint(target, tmp_path: Path) -> None:
     ],
 )
 def test_bad_config(target, changes: dict, said: str) -> None:
-    """Each mistake is named."""
+    """A wrong field of a draft's configuration is refused by name."""
     known = {"num_layers": 2, "block_size": BLOCK, "mask_token_id": MASK}
     with pytest.raises(ValueError, match=said):
         draft_config(target.config, **known | changes)
@@ -209,7 +213,7 @@ def test_bad_config(target, changes: dict, said: str) -> None:
 )
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_spec_generate_greedy(target, steps: int, schedule: str, order: str) -> None:
-    """Greedily the tokens are those of transformers' own loop, whatever the draft proposes."""
+    """Greedy tokens are those of transformers' own loop, whatever the draft proposes."""
     draft = make_draft(target)
     for length in (1, 20):
         prompt = prompt_of(length, length)
@@ -223,7 +227,7 @@ def test_spec_generate_greedy(target, steps: int, schedule: str, order: str) -> 
 
 
 def test_spec_generate_stops(target) -> None:
-    """The first stop token ends the answer, also in the middle of what was accepted."""
+    """The first stop token ends the answer, also in the middle of accepted tokens."""
     prompt = prompt_of(12)
     draft = make_draft(target)
     whole = spec_generate(target, draft, prompt, 40).tokens
@@ -244,7 +248,7 @@ def test_spec_generate_stops(target) -> None:
     ],
 )
 def test_build_target_layer_ids(num_target_layers, num_draft_layers, expected) -> None:
-    """Published drafts' layers: 1 to the third from the end, evenly; the middle one for one
-    layer.
+    """The layers that a draft reads run evenly from 1 to the third from the end, as in published
+    drafts; a single one is the middle layer.
     """
     assert build_target_layer_ids(num_target_layers, num_draft_layers) == expected

@@ -1,5 +1,5 @@
-"""Schedules, and the order of equals; that passes reveal what a sort by hand does, and no mask, is
-in ``test_model.py``.
+"""Schedules, and the order of equal confidences; ``test_model.py`` compares the passes with a sort
+by hand.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from vllm_diffusion.drafting.reveal_block import ORDERS, SCHEDULES, revealed, un
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("confidence", [0.5, float("nan")])
 def test_equals(confidence: float, order: str) -> None:
-    """The leftmost masks, whatever the confidence of what is revealed already."""
+    """Among masks of equal confidence the leftmost are revealed, whatever the confidence of
+    positions already revealed.
+    """
     masked = torch.tensor([[False, True, False, True, True]])
     chosen = revealed(order, masked, torch.full((1, 5), confidence), 2)
     assert chosen.tolist() == [[False, True, False, True, False]]
@@ -23,7 +25,7 @@ def test_equals(confidence: float, order: str) -> None:
 
 @given(data=st.data(), num_positions=st.integers(1, 300), schedule=st.sampled_from(list(SCHEDULES)))
 def test_counts_sum_to_the_block(data: st.DataObject, num_positions: int, schedule: str) -> None:
-    """Every pass reveals something, and the last one leaves no mask."""
+    """Every pass reveals at least one position, and the last one leaves no mask."""
     steps = data.draw(st.integers(1, num_positions))
     counts = unmask_counts(num_positions, steps, schedule)
     assert len(counts) == steps
@@ -36,7 +38,9 @@ def test_counts_sum_to_the_block(data: st.DataObject, num_positions: int, schedu
     [("cosine", (1, 4, 5, 6)), ("linear", (4, 4, 4, 4)), ("sqrt", (2, 3, 3, 8))],
 )
 def test_counts_follow_the_schedule(schedule: str, counts: tuple[int, ...]) -> None:
-    """Rounded differences of the share that is masked, by hand for a block of 16 and 4 passes."""
+    """The counts of a block of 16 in 4 passes are the rounded differences of the schedule's masked
+    share, worked out by hand.
+    """
     assert unmask_counts(16, 4, schedule) == counts
 
 

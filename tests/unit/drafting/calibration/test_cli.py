@@ -55,13 +55,13 @@ def train(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> Callable[..., tuple[int, list[str]]]:
-    """Trains ``draft`` in a copy of that folder; the exit status, and lines of errors and
-    progress.
+    """Run ``calibrate train`` in a copy of that folder; gives the exit status, and lines of errors
+    and progress.
     """
     monkeypatch.chdir(shutil.copytree(prepared, tmp_path / "here"))
 
     class Pool(ThreadPoolExecutor):
-        """Copies the samples in place of a process that extracts them."""
+        """Copies the samples instead of starting a process that extracts them."""
 
         def __init__(self, *_: object) -> None:
             super().__init__(1)
@@ -81,9 +81,7 @@ def train(
 
 @pytest.fixture
 def slow_extraction(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The extraction seems to take 40 s; from then on a second passes between two looks at the
-    clock.
-    """
+    """Make the extraction seem to take 40 s; from then on each look at the clock adds a second."""
     seconds = itertools.count(40)
     clock = type("Clock", (), {"seconds": property(lambda _: float(next(seconds)))})
     monkeypatch.setattr(train_draft, "RunningTime", clock)
@@ -91,8 +89,8 @@ def slow_extraction(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("slow_extraction")
 def test_train(train: Any) -> None:
-    """Training ends before the command's minutes; there is progress, a picture, a comparison, and
-    nothing beside the draft.
+    """Training ends before the command's minutes are over, prints progress and a comparison, and
+    leaves only the draft, a picture and the comparison's figures.
     """
     out = Path("drafts/first")
     status, lines = train("--out", out, "--steps", 10**9, "--minutes", 1)
@@ -113,7 +111,7 @@ def test_train(train: Any) -> None:
 
 @pytest.mark.usefixtures("slow_extraction")
 def test_no_time_left(train: Any) -> None:
-    """A command whose minutes are over after the extraction says so, and saves nothing."""
+    """A command whose minutes are over after the extraction reports it, and saves nothing."""
     status, lines = train("--minutes", 0.5)
     assert status == 1
     assert lines[-1] == "--minutes=0.5: the extraction took all; raise it."
@@ -121,8 +119,8 @@ def test_no_time_left(train: Any) -> None:
 
 
 def test_running_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An hour in which the process is halted counts as the five seconds that a busy machine may
-    take for a tick.
+    """An hour in which the process is halted counts as five seconds, the most that a tick may take
+    on a busy machine.
     """
     now = iter([0.0, 0.5, 1.0, 3601.0, 3601.5])
     fake = SimpleNamespace(sleep=lambda _: None, monotonic=lambda: next(now))
@@ -158,7 +156,9 @@ def test_interrupted_training_saves_nothing(
 def test_refused_training(
     words: tuple[object, ...], changes: dict[str, Any], message: str, train: Any
 ) -> None:
-    """A training that cannot be is refused by the option or the field, and nothing is saved."""
+    """A training that cannot run is refused with the name of the option or the field, and nothing
+    is saved.
+    """
     path = Path("old/config.json")
     config = json.loads(path.read_text())
     for name, value in changes.items():

@@ -1,5 +1,5 @@
-"""What is replayed of a recording, drafts that learn from what they will see, and what they would
-have kept.
+"""Training of drafts: samples of a recording, what a draft learns from, and what a replay
+accepts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def target() -> Qwen3ForCausalLM:
 
 @pytest.fixture(scope="module")
 def ends(target: Any) -> tuple[Any, Any]:
-    """Embedding and output head."""
+    """The target's embedding and output head."""
     return target.get_input_embeddings(), target.get_output_embeddings()
 
 
@@ -70,7 +70,7 @@ def make_draft(target, seed: int = 1) -> ReferenceDraft:
 
 
 def samples(target, num: int, seed: int) -> list[Sample]:
-    """A melody of a few notes, from anywhere in it: what follows is known from the last one."""
+    """Return parts of a melody of a few notes, in which each note determines the next one."""
     generator = torch.Generator().manual_seed(seed)
     # Where each begins, and how long it is.
     firsts = torch.randint(6, (num,), generator=generator)
@@ -87,7 +87,9 @@ def samples(target, num: int, seed: int) -> list[Sample]:
 
 
 def test_training_sees_what_drafting_sees(target, ends) -> None:
-    """A block's logits in a batch of many are those of one pass of the draft at its anchor."""
+    """The logits of a block in a batch of many equal those of one pass of the draft at its
+    anchor.
+    """
     draft = make_draft(target).eval()
     chosen = samples(target, 3, seed=5)
     batch = Batch(chosen, draft.fc.weight)
@@ -110,7 +112,9 @@ def test_training_sees_what_drafting_sees(target, ends) -> None:
 
 
 def test_train(target, ends) -> None:
-    """From hardly any proposal to nearly all of them; what is frozen stays, and reports add up."""
+    """Training takes a draft from hardly any right proposal to more than three per block, leaves
+    the target's weights as they are, and returns the history that it reports.
+    """
     draft = make_draft(target)
     before = {name: t.clone() for name, t in target.state_dict().items()}
     held_out = samples(target, 24, seed=100)
@@ -137,7 +141,7 @@ def test_train(target, ends) -> None:
 
 
 def test_bad_samples(target, ends) -> None:
-    """Too few, and ones that are not finite, end the training with a sentence."""
+    """Samples that are fewer than a batch, or not finite, end the training with one sentence."""
     few = samples(target, 3, seed=0)
     with pytest.raises(ValueError, match="fewer samples than one batch of 4"):
         train(make_draft(target), *ends, few, TrainSettings(steps=2, batch_size=4))
@@ -147,7 +151,9 @@ def test_bad_samples(target, ends) -> None:
 
 
 def test_read_sample(tmp_path: Path) -> None:
-    """vLLM's files are read, all of them before any again; others are refused by name."""
+    """The reader takes vLLM's files, each of them once before any is repeated, and refuses other
+    files by name.
+    """
     for i in range(3):
         tensors = {"token_ids": torch.arange(4) + i, "hidden_states": torch.randn(4, 2, 8)}
         if i == 1:
@@ -177,7 +183,9 @@ def exchange(prompt: list[int], output: list[int], time: float = 0.0) -> Exchang
 
 
 def test_newest_first() -> None:
-    """Where there is no room for all; a repeated one is not a second sample; ends are cut."""
+    """The newest exchanges are chosen where there is no room for all, an exchange that is repeated
+    counts once, and long ones are cut at the end.
+    """
     old, again, long = exchange([1], [2, 3]), exchange([1], [2, 3]), exchange([4], [5, 6, 7, 8])
     chosen, num_cut, left_out = _choose(
         [exchange([9], [9, 9]), old, again, long], longest=4, max_tokens=7
@@ -195,7 +203,9 @@ def sample_of(target: Any, draft: ReferenceDraft, tokens: list[int], start: int)
 
 
 def test_replay() -> None:
-    """The shipped pair: the same verifications, but for the last one, which may pass the end."""
+    """A replay of the shipped pair gives the same verifications as speculative decoding, except
+    that the last one of an answer stops at its end.
+    """
     target = Qwen3ForCausalLM.from_pretrained(shipped_checkpoint("qwen3"), dtype=torch.float32)
     trained = load_draft(shipped_draft())
     random = ReferenceDraft(

@@ -1,5 +1,5 @@
-"""Commands that measure or ask servers, with fake ones where vLLM's would be; real ones in
-``end_to_end``.
+"""Commands that measure servers or send them requests, with fake servers; tests with real ones are
+in ``end_to_end``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Bench = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> Bench:
-    """Runs a command; each server behaves as its method, its rule or the folder of its draft is
-    called.
+    """Run a command; each fake server behaves as the name of its method, its rule or its draft's
+    folder implies.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(server.tempfile, "tempdir", str(tmp_path))
@@ -61,7 +61,9 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> Bench:
 
 @pytest.mark.slow
 def test_bench_drafts(bench: Bench, tmp_path: Path) -> None:
-    """Figures of the servers' counters, and reasons where there are none; nobody else is harmed."""
+    """The report has figures from the servers' counters, and reasons where a server failed; a
+    failed server does not affect the others.
+    """
     options = ("--data", "data.jsonl", "--rounds", "2", "--concurrency", "1", "3")
     options += ("--json", "out.json")
     status, out, _ = bench("bench-drafts", "model", "--method", *METHODS, *options)
@@ -91,8 +93,8 @@ def test_bench_drafts(bench: Bench, tmp_path: Path) -> None:
 
 
 def test_rules(bench: Bench) -> None:
-    """Answers that differ although they are promised to be the same are named in the last line,
-    with status 1.
+    """Methods whose answers differ although they are promised to be the same are named in the last
+    line, and the exit status is 1.
     """
     words = ("bench-drafts", "model", "--data", "data.jsonl", "--concurrency", "1", *ONCE)
     status, out, _ = bench(*words, "--method", "linear_spec,draft_length=8", "autoregressive")
@@ -109,7 +111,7 @@ def test_rules(bench: Bench) -> None:
 
 
 def test_requests_of_a_mixture(bench: Bench) -> None:
-    """The requests of a server of all ways choose each by turns, and what they answer is compared
+    """Requests to a server of all rules choose each rule in turn, and their answers are compared
     with nothing.
     """
     prompts = [f'{{"prompt": [{n}]}}\n' for n in range(4)]
@@ -126,8 +128,8 @@ def test_requests_of_a_mixture(bench: Bench) -> None:
 
 
 def test_two_drafts_on_a_recording(bench: Bench) -> None:
-    """Drafts are told apart by their folders, and asked the newest held-out prompts of a recording,
-    each once.
+    """Two drafts are distinguished by their folders, and each is sent the newest held-out prompts
+    of a recording, each prompt once.
     """
     # Every prompt came twice.
     lines = [
@@ -152,7 +154,9 @@ def test_two_drafts_on_a_recording(bench: Bench) -> None:
 
 
 def test_collect(bench: Bench) -> None:
-    """Every prompt is asked once; what fails is reported, and a server that is gone ends it."""
+    """Every prompt is sent once, failed requests are reported, and the command ends when the server
+    is gone.
+    """
     words = ("calibrate", "collect", "--data", "data.jsonl", "--num-prompts", 40)
     Path("data.jsonl").write_text('{"prompt": "a"}\n' * 40)
     with server.Server(fake_server.command("plain"), report=lambda _: None) as running:
@@ -175,8 +179,8 @@ def test_collect(bench: Bench) -> None:
 
 
 def test_given_drafts(tmp_path: Path) -> None:
-    """Two DFlash drafts are told apart by their folders; others by their method, which is passed
-    on.
+    """Two DFlash drafts are distinguished by their folders, and drafts of other methods by the
+    method, which is passed on.
     """
     for name, block in (("old", 8), ("new", 16)):
         (tmp_path / name).mkdir()
@@ -199,8 +203,8 @@ def test_given_drafts(tmp_path: Path) -> None:
 
 
 def test_settings_of_methods(tmp_path: Path) -> None:
-    """A method's settings go where its server reads them: ``drafting`` of DFlash, else the
-    speculative configuration.
+    """A method's settings go where its server reads them: to ``drafting`` for DFlash, otherwise to
+    the speculative configuration.
     """
     (tmp_path / "config.json").write_text('{"block_size": 8}')
     texts = (

@@ -1,4 +1,4 @@
-"""``vllm-diffusion drafts``; that vLLM takes its commands is in test_docs.py."""
+"""``vllm-diffusion drafts``; test_docs.py checks that vLLM accepts the commands that it prints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from vllm_diffusion.cli.main import main
 
 
 def test_one(capsys: pytest.CaptureFixture[str]) -> None:
-    """What is known of one, and the publisher's command, by a repository or the end of its name."""
+    """The command prints what is known of one draft, and the command to serve it, for a repository
+    or the end of its name.
+    """
     assert main(["drafts", "Qwen/Qwen3.5-27B"]) == 0
     said = capsys.readouterr().out
     lines = said.splitlines()

@@ -1,5 +1,5 @@
-"""``vllm-diffusion calibrate online``: rounds that end without a swap, and work that yields; a swap
-is in ``end_to_end``.
+"""``vllm-diffusion calibrate online``: rounds that end without a swap, and work that yields; the
+test of a swap is in ``end_to_end``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from vllm_diffusion.drafting.commands.recalibrate import IdleWork, IdleWorkError
 def test_round_without_a_swap(
     failing: str, said: str, is_kept: bool, tmp_path: Path, monkeypatch, capsys
 ) -> None:
-    """A sentence, the server keeps its draft, and nothing is left of one that is not better."""
+    """A round that ends without a swap prints one sentence, the server keeps its draft, and a
+    trained draft that is not better is deleted.
+    """
     (tmp_path / "config.json").touch()
     drafts, recording = tmp_path / "drafts", tmp_path / "recording.jsonl"
     recording.write_text('{"time": 1, "prompt_token_ids": [5], "output_token_ids": [6, 7]}')
@@ -82,7 +84,9 @@ def python(code: str, *arguments: str) -> list[str]:
 
 
 def test_halted_while_busy(tmp_path: Path) -> None:
-    """Not a line is written meanwhile, and the time does not count; niced."""
+    """While the server is busy the command is halted and its time does not count; it runs at the
+    lowest priority.
+    """
     lines = tmp_path / "lines"
     sizes: list[int] = []
 
@@ -106,8 +110,8 @@ def test_halted_while_busy(tmp_path: Path) -> None:
 
 
 def test_commands_that_fail(tmp_path: Path) -> None:
-    """By themselves, at the cap of time of several commands, and of memory; nothing is left
-    running.
+    """A command that fails, or reaches the limit of time of all commands or the limit of memory,
+    ends with an error that names the reason.
     """
     work = IdleWork(lambda: False, 60.0, 2**33, pytest.fail)
     with pytest.raises(IdleWorkError, match="a first failed: no such thing"):

@@ -19,7 +19,9 @@ def response(code: int, content: Any) -> httpx.Response:
 
 
 def test_swap(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """An absolute path is sent, with the key; without a draft the server is only asked."""
+    """The command sends a draft's absolute path with the key; without a draft it only requests the
+    status.
+    """
     monkeypatch.chdir(tmp_path)
     ask = mock.Mock(return_value=response(200, {"model": "/new", "replaced": "/old"}))
     monkeypatch.setattr(swap_draft, "ask", ask)
@@ -41,7 +43,7 @@ def test_swap(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     ],
 )
 def test_refusals(code: int, content: Any, words: str, monkeypatch, capsys) -> None:
-    """A sentence, and no trace."""
+    """The command prints a refused swap in one sentence without a traceback."""
     monkeypatch.setattr(swap_draft, "ask", lambda *_, **__: response(code, content))
     assert status_of(*COMMAND, "new") == 1
     captured = capsys.readouterr()

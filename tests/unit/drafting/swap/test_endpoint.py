@@ -1,6 +1,4 @@
-"""The endpoint of a draft that another one replaces, over an engine that only notes what it is
-asked.
-"""
+"""The endpoint that replaces a draft, over an engine that only notes its calls."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ DROPPED = [START, "drop", FINISH]
 
 
 class Engine:
-    """What the endpoint asks of vLLM's, noted in order.
+    """The engine that the endpoint calls; it notes the calls in order.
 
     Attributes:
         calls: Names, with what an update brings.
@@ -107,7 +105,9 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Served]]:
 
 
 def test_swap(serve: Any) -> None:
-    """Loaded between two passes; the old weights are dropped, and another draft may follow."""
+    """A new draft is loaded before the engine pauses, the old weights are dropped afterwards, and
+    another swap may follow.
+    """
     server = serve()
     assert server.status() == {"model": OLD}
     assert server.swap().json() == {"model": NEW, "replaced": OLD}
@@ -117,7 +117,9 @@ def test_swap(serve: Any) -> None:
 
 
 def test_refusals(serve: Any) -> None:
-    """Before anything stands still, and with the field's name."""
+    """A swap that cannot be done is refused before the engine pauses, and a wrong field is
+    named.
+    """
     server = serve()
     refused = server.swap(model="/drafts/other")
     assert refused.status_code == 400
@@ -139,7 +141,9 @@ def test_refusals(serve: Any) -> None:
 
 @pytest.mark.parametrize("failing", [PAUSE, FINISH])
 def test_failed_load(failing: str, serve: Any) -> None:
-    """Ranks that had loaded it put the old one back, and the server goes on."""
+    """After a load that fails, ranks that had loaded the new draft restore the old one, and the
+    server goes on.
+    """
     server = serve()
     server.engine.failing = failing
     assert server.swap().status_code == 500
@@ -157,7 +161,7 @@ def test_failed_load(failing: str, serve: Any) -> None:
     ],
 )
 def test_servers_that_take_none(lacks: str, count: int, words: str, serve: Any) -> None:
-    """Each says which option to change."""
+    """A server that cannot swap drafts names the option to change."""
     engine = Engine()
     if lacks:
         setattr(engine.vllm_config, lacks, None)
