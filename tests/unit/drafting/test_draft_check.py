@@ -155,6 +155,7 @@ REFUSED_OF_STOCK: list[tuple[dict[str, Any], str, str]] = [
     ],
 )
 def test_refused(changes: dict[str, Any], message: str) -> None:
+    """A draft that does not fit its target is refused with the reason."""
     with pytest.raises(ValueError, match=message):
         check_draft(configured(**changes))
 
@@ -328,6 +329,9 @@ def test_caches_that_the_cpu_cannot_read(dtype: str) -> None:
     ],
 )
 def test_what_the_cpu_verifies(method: str, changes: dict[str, Any], message: str | None) -> None:
+    """The CPU refuses methods of drafting that it cannot verify, and checks nothing without a
+    draft.
+    """
     config = configured(method=method)
     for part in (
         config,
@@ -412,6 +416,7 @@ def parsed(section: Any) -> DraftSettings:
 
 @pytest.mark.parametrize("additional", [{}, {"diffusion": {}}, None])
 def test_nothing_is_one_pass(additional: Any) -> None:
+    """Without settings a draft takes one pass over its block."""
     config = configured()
     config.additional_config = additional
     assert draft_settings(config) == parsed({}) == DraftSettings(steps=1, window=None)
@@ -419,6 +424,7 @@ def test_nothing_is_one_pass(additional: Any) -> None:
 
 
 def test_settings_are_read() -> None:
+    """Settings of drafting are read, and spread a block over their steps."""
     section = {"steps": 3, "schedule": "linear", "order": "position", "window": 64}
     assert parsed(section) == DraftSettings(**section)
     assert parsed(section).unmask_counts(7) == (2, 3, 2)
@@ -453,5 +459,6 @@ def test_settings_are_read() -> None:
     ],
 )
 def test_what_is_not_understood_is_refused(section: Any, message: str) -> None:
+    """A wrong setting of drafting is refused with the option's name and the reason."""
     with pytest.raises(ValueError, match=rf"^--additional-config .*{message}"):
         parsed(section)

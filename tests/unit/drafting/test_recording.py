@@ -110,6 +110,7 @@ def test_ring_is_bounded(
 def test_reads_what_it_was_given(
     prompt: list[int], output: list[int], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    """A recording is read as it was written, with the time of each exchange."""
     folder = folder_of(tmp_path_factory)
     recorder = Recorder(Ring(folder, "engine0", 2**20), pytest.fail)
     recorder.add(prompt, output)
@@ -121,6 +122,7 @@ def test_reads_what_it_was_given(
 
 
 def test_only_the_owner_reads(ring: Ring) -> None:
+    """A recording is readable by its owner alone, whatever the umask."""
     old = os.umask(0)
     try:
         recorder = Recorder(ring, pytest.fail)
@@ -147,6 +149,7 @@ def test_engines_beside_each_other(tmp_path: Path) -> None:
 
 
 def test_a_second_server_is_refused(ring: Ring) -> None:
+    """A folder takes one server's recording at a time, and the next one's once it is closed."""
     recorder = Recorder(ring, pytest.fail)
     with pytest.raises(ValueError, match="recorded to by another server; give each its own"):
         Recorder(ring, pytest.fail)
@@ -157,6 +160,7 @@ def test_a_second_server_is_refused(ring: Ring) -> None:
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
 def test_open_folder_is_refused(mode: int, ring: Ring) -> None:
+    """A folder that others can read is refused with its mode and the remedy."""
     ring.folder.mkdir()
     ring.folder.chmod(mode)
     with pytest.raises(ValueError, match=rf"\(mode {mode:o}\).* chmod 700 it"):
@@ -195,6 +199,7 @@ def test_folder_of_another_user_is_refused(
 
 
 def test_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    """A folder that cannot be written is refused with the reason."""
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file" / "below", Path("/proc/no/such"), Path("/" + "d/" * 2500)):
         with pytest.raises(ValueError, match="cannot be written: .*; name a folder that"):
@@ -229,6 +234,7 @@ def test_full_disk_is_reported_once(ring: Ring, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_slow_disk_loses_and_never_waits(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk slower than the traffic loses exchanges with one warning, and delays nothing."""
     warnings: list[str] = []
     recorder = Recorder(ring, warnings.append)
     monkeypatch.setattr("vllm_diffusion.drafting.recording._MAX_PENDING_TOKENS", 10)
@@ -241,6 +247,7 @@ def test_slow_disk_loses_and_never_waits(ring: Ring, monkeypatch: pytest.MonkeyP
 
 
 def test_clearing_under_a_writer(ring: Ring) -> None:
+    """A recording whose file is deleted meanwhile goes on with the next exchange."""
     recorder = Recorder(ring, pytest.fail)
     ring.append([line([1], [2])])
     (file,) = ring.folder.glob("*.jsonl")
@@ -278,6 +285,7 @@ def test_file_of_the_users(tmp_path: Path) -> None:
     ],
 )
 def test_bad_files(content: str, message: str, tmp_path: Path) -> None:
+    """A file that is not a recording is refused with its name and the reason."""
     file = tmp_path / "own.jsonl"
     file.write_text(content)
     with pytest.raises(ValueError, match=message) as refused:
@@ -286,6 +294,7 @@ def test_bad_files(content: str, message: str, tmp_path: Path) -> None:
 
 
 def test_no_recording(tmp_path: Path) -> None:
+    """A recording that does not exist is refused with its path and the remedy."""
     with pytest.raises(ValueError, match="none cannot be read: No such file .* name the folder"):
         read_recording(tmp_path / "none")
 
@@ -301,6 +310,7 @@ def test_held_out_by_the_prompt(tmp_path: Path) -> None:
 
 
 def test_requests_that_say_no_are_not_recorded() -> None:
+    """A request is recorded unless its ``record`` is anything but true."""
     assert wants_recording(None)
     assert wants_recording({})
     assert all(wants_recording({"record": yes}) for yes in (1, True, "true"))

@@ -46,10 +46,12 @@ def test_counts_follow_the_schedule(schedule: str, counts: tuple[int, ...]) -> N
 
 @pytest.mark.parametrize("steps", [-1, 0, 8])
 def test_impossible_steps_are_refused(steps: int) -> None:
+    """Steps outside 1 to the positions of a block are refused with that range."""
     with pytest.raises(ValueError, match=rf"steps={steps} .*7 positions; set steps to 1\.\.7"):
         unmask_counts(7, steps, "cosine")
 
 
 def test_unknown_schedule_is_refused() -> None:
+    """An unknown schedule is refused with the known ones."""
     with pytest.raises(ValueError, match=r"schedule='quadratic' .*'cosine', 'linear', 'sqrt'"):
         unmask_counts(7, 2, "quadratic")

@@ -136,6 +136,7 @@ def test_running_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_interrupted_training_saves_nothing(
     interrupted: str, train: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Ctrl-C during a training gives status 130 and leaves no file."""
     monkeypatch.setattr(calibrate, interrupted, mock.Mock(side_effect=KeyboardInterrupt))
     assert train("--out", "out/draft", "--steps", 2)[0] == 130
     assert not list(Path("out").rglob("*"))
