@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     Subcommands = argparse._SubParsersAction[Parser]
 
 
+# Families of the checkpoints that answer questions.
+_ANSWERING = tuple(name for name in FOLDERS if name != READER)
+
+
 def add_parser(subcommands: Subcommands) -> None:
     parser = subcommands.add_parser(
         "checkpoint",
@@ -52,7 +56,7 @@ def add_parser(subcommands: Subcommands) -> None:
 
 def add_family(
     parser: argparse.ArgumentParser,
-    families: Iterable[str] = tuple(name for name in FOLDERS if name != READER),
+    families: Iterable[str] = _ANSWERING,
 ) -> None:
     """Add the option that chooses among the shipped checkpoints; :func:`family_of` reads it.
 
