@@ -32,8 +32,10 @@ def test_objects_keep_their_identity(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(http, "_stream_whole_answers", lambda served: None)
     monkeypatch.setattr(http, "ENDPOINTS", dict.fromkeys(("served", "left_out", "unknown"), Ours))
-    asyncio.run(http._serving_canvases.make(stock)("client", state, "args"))
+    # Of a model without canvases.
+    client = SimpleNamespace(model_config=SimpleNamespace(), renderer=object())
+    asyncio.run(http._serving_canvases.make(stock)(client, state, "args"))
     assert state.served is served
     assert state.left_out is None
     assert not hasattr(state, "unknown")
-    assert seen == [("client", "ours of stock", "args")]
+    assert seen == [(client, "ours of stock", "args")]
