@@ -46,8 +46,10 @@ def ends_of(engine: TracedEngine) -> list[int]:
     return list(eos) if isinstance(eos, list) else [eos]
 
 
-def answer(engine: TracedEngine, *, seed: int = 3, **params: Any) -> list[int]:
-    (output,) = engine.generate([PROMPT], seeds=[seed], max_tokens=NUM_TOKENS, **params)
+def answer(
+    engine: TracedEngine, *, seed: int = 3, prompt: list[int] = PROMPT, **params: Any
+) -> list[int]:
+    (output,) = engine.generate([prompt], seeds=[seed], max_tokens=NUM_TOKENS, **params)
     return list(output.token_ids)
 
 
@@ -125,3 +127,38 @@ def test_verified_drafts(order: str) -> None:
     ) as engine:
         tokens = answer(engine, **eager(engine))
         assert [token in ends_of(engine) for token in tokens] == [False, True]
+
+
+@pytest.mark.parametrize("default", ["entropy_bound", "linear_spec"])
+def test_ways_of_requests(order: str, default: str) -> None:
+    """Where requests choose their way, each is protected as its own way allows: a draft has the
+    tokens that it has without the setting, and no thought of a denoised answer precedes its end,
+    whichever way is the default.
+    """
+    answers = {}
+    for never_empty in (False, True):
+        settings = {"never_empty": never_empty, "rules": "all", "rule": default}
+        with TracedEngine(
+            shipped_checkpoint(),
+            additional_config={"diffusion": settings},
+            async_scheduling=order == "asynchronous",
+            reasoning_parser="gemma4",
+            max_model_len=128,
+        ) as engine:
+            (mark,) = engine.scheduler.vllm_config.reasoning_config.natural_reasoning_end_token_ids
+            bias = {**eager(engine)["logit_bias"], mark: 80.0}
+            question = engine.llm.get_tokenizer().apply_chat_template(
+                [{"role": "user", "content": "Reverse the word lamp."}],
+                add_generation_prompt=True,
+                return_dict=False,
+            )
+            for way in ("entropy_bound", "linear_spec", "autoregressive"):
+                chosen = {"extra_args": {"diffusion_rule": way}}
+                tokens = answer(engine, prompt=question, temperature=0, **chosen)
+                assert len(set(tokens)) > 2
+                answers.setdefault(way, []).append(tokens)
+            denoised = answer(
+                engine, logit_bias=bias, extra_args={"diffusion_rule": "entropy_bound"}
+            )
+            assert (denoised == [mark] * NUM_TOKENS) == never_empty
+    assert all(with_it == without for without, with_it in answers.values())

@@ -35,8 +35,7 @@ class EmptyAnswers(SchedulerFeature):
         marks: Any = scheduler.vllm_config.reasoning_config
         ids = marks.natural_reasoning_end_token_ids if marks is not None else None
         self._thought_end = list(ids or ())
-        # Drafts have no bad words.
-        self._holds_words = "bad_words" not in spec.refused_fields()
+        self._spec = spec
         self._counters = counters
         self._never_empty = never_empty
         self._requests: dict[str, Request] = {}
@@ -62,7 +61,9 @@ class EmptyAnswers(SchedulerFeature):
         # Several answers to one prompt may share their parameters.
         request.sampling_params = params = copy.copy(params)
         params.min_tokens = max(params.min_tokens, 1)
-        if self._thought_end and self._holds_words:
+        # Verified drafts have no bad words; where requests choose their way, some are such drafts.
+        refused = self._spec.of_request(arguments.settings).refused_fields()
+        if self._thought_end and "bad_words" not in refused:
             words = [[*self._thought_end, end] for end in ends]
             params._bad_words_token_ids = [*(params.bad_words_token_ids or ()), *words]
 
