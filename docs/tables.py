@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from docs import pass_example
+from tests.support.families.published import families as families_of_files
+from tests.support.families.published import published_files
 from vllm_diffusion.decoding.layouts import CanvasLayout, FreeCanvas
 from vllm_diffusion.families.registry import FAMILIES
 from vllm_diffusion.hooks.upstream import read_symbols
@@ -116,15 +118,61 @@ def _checkpoints_of(family: CheckpointFamily) -> str:
             checkpoint.memory,
             checkpoint.licence,
             SOURCES[checkpoint.source],
+            _files_seen(checkpoint.id),
         ]
         for checkpoint in family.checkpoint
     ]
     head = ["checkpoint", "parameters", "format, files", "GPU memory", "licence", "id read in"]
+    head.append("small files")
     command = _wrapped(family.command(family.checkpoint[0]))
     return (
         f"### {family.name}\n\n```sh\n{command}\n```\n\n{_table(head, rows)}\n"
         f"- Checked: {family.checked}.\n- Open: {family.open}.\n"
     )
+
+
+def _files_seen(checkpoint: str) -> str:
+    """Return how much of a checkpoint's small files was found."""
+    forms = [
+        form
+        for files in published_files()
+        if files.id == checkpoint
+        for name, form in files.sources.items()
+        if name == "config.json"
+    ]
+    if not forms:
+        return "never seen"
+    return "whole" if any("(whole file" in form for form in forms) else "values"
+
+
+def starts() -> str:
+    """List what a start makes of the published files, in a section for each family."""
+    return "\n".join(map(_starts_of, families_of_files()))
+
+
+def _starts_of(family: Mapping[str, Any]) -> str:
+    names = {
+        "block": "block",
+        "steps": "steps",
+        "mask": "mask",
+        "ends": "ends",
+        "context": "context",
+    }
+    rows = []
+    for row in family["checkpoint"]:
+        values = {"mask": "none", **family["values"], **row.get("values", {})}
+        revision = f" at {row['revision']}" if "revision" in row else ""
+        ends = ", ".join(str(end).replace("|", r"\|") for end in values["ends"])
+        sampling = _values(values["sampling"]) or PLAIN
+        cells = [f"{values[name]:,}" if name == "context" else str(values[name]) for name in names]
+        cells[list(names).index("ends")] = _code([ends]) if ends.startswith("<") else ends or "-"
+        rows.append(
+            [f"`{row['id'].split('/')[1]}`{revision}", f"`{values['rule']}`", *cells, sampling]
+        )
+    said = [f"- {name.capitalize()}: {source}." for name, source in family["sources"].items()]
+    head = ["checkpoint", "rule", *names, "sampling"]
+    differs = family["differs"]
+    return f"**{family['name']}**: {differs}.\n\n{_table(head, rows)}\n" + "\n".join(said) + "\n"
 
 
 def _wrapped(command: str) -> str:
@@ -362,6 +410,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "symbols": symbols,
     "options": options,
     "checkpoints": checkpoints,
+    "starts": starts,
     "families": families,
     "published": published,
     "rules": rules,

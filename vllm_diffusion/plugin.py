@@ -57,6 +57,8 @@ def register() -> None:
             ModelRegistry.register_model(family.architecture, family.model)
             if family.config is not None:
                 _register_config(family.config)
+            if family.tokenizer is not None:
+                _register_tokenizer(family.tokenizer)
         except Exception as error:
             failure = failure or error
         entry.registration_failure = entry.registration_failure or failure
@@ -79,7 +81,15 @@ def _register_shared() -> Exception | None:
         validation.install()
         early_checks.note_command_line()
         ToolParserManager.register_lazy_module("gemma4", *_TOOL_PARSER.split(":"))
-        options.install([family.architecture for family in FAMILIES], _by_model_type())
+        options.install(
+            [family.architecture for family in FAMILIES],
+            _by_model_type(),
+            {
+                family.published_as: family.architecture
+                for family in FAMILIES
+                if family.published_as
+            },
+        )
     except Exception as error:
         return error
     return None
@@ -116,7 +126,16 @@ def _register_config(path: str) -> None:
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
     config = imported(path)
-    _CONFIG_REGISTRY[config.model_type] = config
+    for model_type in (config.model_type, *getattr(config, "other_model_types", ())):
+        _CONFIG_REGISTRY[model_type] = config
+
+
+def _register_tokenizer(path: str) -> None:
+    """Register a tokenizer's class by its name, so that it is made without code of a checkpoint."""
+    from transformers.models.auto.tokenization_auto import REGISTERED_TOKENIZER_CLASSES
+
+    tokenizer = imported(path)
+    REGISTERED_TOKENIZER_CLASSES[tokenizer.__name__] = tokenizer
 
 
 def _by_model_type() -> dict[str, tuple[str, ...]]:

@@ -5,7 +5,8 @@
 FOLDER holds checkouts under the names of their repositories: ``LLaDA`` (ML-GSAI/LLaDA at b7e6c35),
 ``dllm`` (ZHZisZZ/dllm at ca17675, which has the modeling files of LLaDA's and Dream's
 checkpoints), ``SDAR`` (JetAstra/SDAR at c2041a8), ``Automodel`` (NVIDIA-NeMo/Automodel's wheel
-0.7.0, unpacked), ``MinerU-Diffusion`` (opendatalab/MinerU-Diffusion at 8d456f1) and
+0.7.0, unpacked), ``MinerU-Diffusion`` (opendatalab/MinerU-Diffusion at 8d456f1),
+``dllm-research`` (monash-yann/dllm-research at ecd7cd2, which has small files of Dream's) and
 ``DualDiffusion`` (Satgoy152/DualDiffusion at 9587d1e, which has those of Fast-dLLM v2's). Without
 one a test is skipped by its name. Toy weights go into the publisher's class under the published
 names; it generates with its own loop, in float32, and the engine's tokens are compared with it, in

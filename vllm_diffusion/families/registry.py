@@ -15,12 +15,18 @@ class Family(NamedTuple):
         engine_config: ``"module:Class"``, a :class:`BlockDiffusionEngineConfig`.
         config: ``"module:Class"``, a configuration of ``transformers`` for a ``model_type`` that
             neither it nor vLLM knows; ``None`` if one of them does.
+        tokenizer: ``"module:Class"``, a tokenizer whose published class is code of the checkpoints'
+            repositories; ``None`` if ``transformers`` has it.
+        published_as: Name of the class in ``auto_map`` of files whose ``architectures`` name the
+            ordinary model with these layers; ``None`` if there are none.
     """
 
     architecture: str
     model: str
     engine_config: str
     config: str | None = None
+    tokenizer: str | None = None
+    published_as: str | None = None
 
 
 def _family(
@@ -29,9 +35,11 @@ def _family(
     engine_config: str,
     config: str | None = None,
     model: str | None = None,
+    tokenizer: str | None = None,
+    published_as: str | None = None,
 ) -> Family:
-    """Make a row from a folder here, the names in its ``startup.py``, and its model's where it
-    differs.
+    """Make a row from a folder here, the names in its ``startup.py`` and ``tokenizer.py``, and its
+    model's where it differs.
     """
     at = f"vllm_diffusion.families.{folder}."
     return Family(
@@ -39,6 +47,8 @@ def _family(
         f"{at}model:{model or architecture}",
         f"{at}startup:{engine_config}",
         config and f"{at}startup:{config}",
+        tokenizer and f"{at}tokenizer:{tokenizer}",
+        published_as,
     )
 
 
@@ -67,7 +77,12 @@ FAMILIES = (
         "FastDLLMQwen3EngineConfig",
         model="FastDLLMQwen3ForCausalLM",
     ),
-    _family("StableDiffcoderForCausalLM", "stable_diffcoder", "StableDiffcoderEngineConfig"),
+    _family(
+        "StableDiffcoderForCausalLM",
+        "stable_diffcoder",
+        "StableDiffcoderEngineConfig",
+        published_as="SeedDiffcoderForCausalLM",
+    ),
     _family("DreamForCausalLM", "dream_reasoner", "DreamReasonerEngineConfig", "DreamConfig"),
     _family("A2DQwen3LMHeadModel", "a2d", "A2DEngineConfig", "A2DQwen3Config"),
     _family("A2DQwen2LMHeadModel", "a2d", "A2DQwen2EngineConfig", "A2DQwen2Config"),
@@ -87,7 +102,7 @@ FAMILIES = (
         "MinerUDiffusionConfig",
     ),
     # Its ``model_type`` is that of ``DreamForCausalLM``, whose configuration class reads both.
-    _family("DreamModel", "dream", "DreamEngineConfig"),
+    _family("DreamModel", "dream", "DreamEngineConfig", tokenizer="DreamTokenizer"),
     _family("LLaDAModelLM", "llada", "LLaDAEngineConfig", "LLaDAConfig"),
     _family("LLaDAMoEModelLM", "llada", "LLaDAMoEEngineConfig", "LLaDAMoEConfig"),
     _family("ILLaDAForCausalLM", "illada", "ILLaDAEngineConfig", "ILLaDAConfig"),

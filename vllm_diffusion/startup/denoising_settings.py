@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,8 @@ from vllm_diffusion.weights.regular_files import json_object
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
+
+logger = logging.getLogger("vllm.vllm_diffusion")
 
 
 @dataclass(frozen=True)
@@ -146,8 +149,40 @@ def _checked(name: str, value: Any, setting: Setting | Choice, source: str) -> f
     return checked
 
 
+def checkpoint_settings(
+    model_config: ModelConfig, defaults: Mapping[str, Any], keys: Mapping[str, str]
+) -> Published:
+    """Read a checkpoint's own settings from ``generation_config.json``.
+
+    Args:
+        model_config: Configuration of the checkpoint.
+        defaults: The family's settings by name, for those that the file leaves out.
+        keys: The publisher's names of settings, by ours. They are not read from a file that
+            ``transformers`` derived from ``config.json``: it has the defaults of the publisher's
+            class, which nobody chose.
+    """
+    generation, source = generation_config(model_config)
+    theirs = {name: key for name, key in keys.items() if name not in generation}
+    if generation.get("_from_model_config"):
+        unread = [f"{key}={generation[key]!r}" for key in theirs.values() if key in generation]
+        if unread:
+            logger.info(
+                "%s: %s not read, since the file has the defaults of the publisher's class "
+                "(_from_model_config).",
+                source,
+                ", ".join(unread),
+            )
+        theirs = {}
+    own = {name: theirs.get(name, name) for name in defaults}
+    values = {name: generation.get(key, defaults[name]) for name, key in own.items()}
+    return Published(values, source, theirs)
+
+
 def generation_config(model_config: ModelConfig) -> tuple[Mapping[str, Any], str]:
-    """Read the checkpoint's generation settings; return them and the name of their source."""
+    """Read the checkpoint's generation settings; return them and the name of their source.
+
+    A null stands for a field that is left out, as in ``transformers``.
+    """
     folder = model_config.generation_config
     if folder in ("auto", "vllm"):
         folder = model_config.hf_config_path or model_config.model
@@ -157,6 +192,9 @@ def generation_config(model_config: ModelConfig) -> tuple[Mapping[str, Any], str
             content = json_object(path)
         except ValueError as error:
             raise ValueError(f"{path} {error}; mend it, or copy the checkpoint again.") from None
-        return content, str(path)
-    # A checkpoint on the hub: vLLM knows how to find it.
-    return model_config.try_get_generation_config(), f"generation_config.json of {folder}"
+        source = str(path)
+    else:
+        # A checkpoint on the hub: vLLM knows how to find it.
+        content = model_config.try_get_generation_config()
+        source = f"generation_config.json of {folder}"
+    return {name: value for name, value in content.items() if value is not None}, source

@@ -23,10 +23,9 @@ from vllm_diffusion.startup.async_scheduling import TYPICAL_STEPS, choose_async_
 from vllm_diffusion.startup.attention import choose_attention
 from vllm_diffusion.startup.capture_sizes import choose_capture_sizes
 from vllm_diffusion.startup.denoising_settings import (
-    Published,
     canvas_length,
+    checkpoint_settings,
     denoising_settings,
-    generation_config,
 )
 from vllm_diffusion.startup.environment import (
     await_engine_at_shutdown,
@@ -55,6 +54,7 @@ from vllm_diffusion.weights.weight_files import (
 )
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
     from vllm.config import (
         CacheConfig,
         DiffusionConfig,
@@ -215,7 +215,7 @@ class BlockDiffusionEngineConfig:
         if settings.rules is None:
             chosen = cls.chosen_rule(model_config, settings)
             return replace(cls.canvas_spec(model_config, settings, canvases), ways=(chosen,))
-        own = cls.default_rule(model_config)
+        own = next(iter(cls.rules))
         known = (own, LINEAR_SPEC, AUTOREGRESSIVE)
         if not set(known) <= set(cls.rule_names()):
             raise ValueError(
@@ -228,7 +228,7 @@ class BlockDiffusionEngineConfig:
             raise ValueError(
                 f'{OPTION}: rules={settings.rules!r} must list some of {", ".join(known)}, each once, or be "all".'
             )
-        default = settings.rule or own
+        default = cls.chosen_rule(model_config, settings)
         for name in (own, default):
             if name not in names:
                 raise ValueError(
@@ -268,7 +268,8 @@ class BlockDiffusionEngineConfig:
                 model_config.architecture,
             )
         plan = model_config.diffusion
-        is_causal = plan.settings.rule == AUTOREGRESSIVE and plan.settings.rules is None
+        chosen = cls.chosen_rule(model_config, plan.settings)
+        is_causal = chosen == AUTOREGRESSIVE and plan.settings.rules is None
         # By the setting ``rule`` vLLM serves an ordinary causal model; a request may choose it
         # beside canvases.
         if is_causal and cls.has_autoregressive_mode:
@@ -374,6 +375,8 @@ class MaskedEngineConfig(BlockDiffusionEngineConfig):
         mask_token_id: Mask token if ``config.json`` has none.
         block_length: Positions of a block if ``config.json`` has no length.
         block_length_key: Key of the block length in ``config.json``.
+        generation_keys: Names in ``generation_config.json`` of settings that the publisher calls
+            otherwise than this package, by the name here.
         layout: Layout of its canvases in a sequence.
         end_texts: Tokens at which the published loop ends an answer by itself, whatever the
             checkpoint's files name.
@@ -382,18 +385,81 @@ class MaskedEngineConfig(BlockDiffusionEngineConfig):
     mask_token_id: ClassVar[int]
     block_length: ClassVar[int]
     block_length_key: ClassVar[str] = "block_size"
+    generation_keys: ClassVar[Mapping[str, str]] = {}
     layout: ClassVar[type[CanvasLayout]] = AlignedBlock
     end_texts: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def verify_and_update_model_config(cls, model_config: ModelConfig) -> None:
-        """Set ``canvas_length``, the field by which vLLM recognises a diffusion model."""
-        config = model_config.hf_config
+        """Set ``canvas_length``, the field by which vLLM recognises a diffusion model, and take out
+        a sliding window that no layer has: vLLM gives every layer the number in ``config.json``,
+        whatever the flag beside it is.
+        """
+        config, text_config = model_config.hf_config, model_config.hf_text_config
         if getattr(config, "canvas_length", None) is None:
-            config.canvas_length = getattr(config, cls.block_length_key, cls.block_length)
+            config.canvas_length = cls.named_length(model_config)[0]
+        if not cls.has_window(text_config):
+            text_config.sliding_window = None
+
+    @classmethod
+    def named_length(cls, model_config: ModelConfig) -> tuple[int, str | None]:
+        """Return the positions of the checkpoint's blocks, and what names them; ``None`` for a
+        guess.
+        """
+        length = getattr(model_config.hf_config, cls.block_length_key, None)
+        if length is not None:
+            return length, f"{cls.block_length_key} in config.json"
+        return cls.unwritten_length(str(model_config.model))
+
+    @classmethod
+    def unwritten_length(cls, name: str) -> tuple[int, str | None]:
+        """Return what :meth:`named_length` does if ``config.json`` has no length.
+
+        Args:
+            name: Folder or id of the checkpoint.
+        """
+        return cls.block_length, "the length in the published loop, since config.json names none"
+
+    @classmethod
+    def has_window(cls, config: PretrainedConfig) -> bool:
+        """Tell whether some layer of a model has a sliding window by its ``config.json``.
+
+        Args:
+            config: Configuration of the model's text layers. As in the publishers' classes, those
+                from ``max_window_layers`` on have the window where ``use_sliding_window`` is true.
+        """
+        first = getattr(config, "max_window_layers", 0) or 0
+        return (
+            bool(getattr(config, "use_sliding_window", False))
+            and getattr(config, "sliding_window", None) is not None
+            and first < config.num_hidden_layers
+        )
+
+    @classmethod
+    def apply_stock_defaults(cls, vllm_config: VllmConfig) -> None:
+        if vllm_config.diffusion_config is None:
+            length, source = cls.named_length(vllm_config.model_config)
+            if source is not None:
+                logger.info("blocks of %d positions: %s.", length, source)
+            else:
+                logger.warning(
+                    "blocks of %d positions are a guess: neither config.json (%s) nor the checkpoint's name has "
+                    "their length. If it was trained with another, set --diffusion-config "
+                    "'{\"canvas_length\": N}'.",
+                    length,
+                    cls.block_length_key,
+                )
+        super().apply_stock_defaults(vllm_config)
 
     @classmethod
     def check_model(cls, model_config: ModelConfig) -> None:
+        text_config = model_config.hf_text_config
+        if cls.has_window(text_config):
+            raise ValueError(
+                f"sliding_window={text_config.sliding_window!r} in config.json of the checkpoint is a window that "
+                "layers of this family are not served with, and that none was published with; if the "
+                "checkpoint was trained without it, set sliding_window to null there."
+            )
         length = getattr(model_config.hf_config, "canvas_length", None)
         if not isinstance(length, int) or isinstance(length, bool) or length < 1:
             raise ValueError(
@@ -411,12 +477,12 @@ class MaskedEngineConfig(BlockDiffusionEngineConfig):
         published = cls.published_rule(model_config, settings)
         rule = published.rule(mask)
         length = canvas_length(settings, canvases.canvas_length, published.draft_length)
-        # A checkpoint's own file may have other values, under the same names.
-        generation, source = generation_config(model_config)
         values = {"max_denoising_steps": length, **rule.defaults, **published.settings}
-        values |= {name: value for name, value in generation.items() if name in values}
         max_steps, of_rule = denoising_settings(
-            settings, canvases.max_denoising_steps, rule, Published(values, source)
+            settings,
+            canvases.max_denoising_steps,
+            rule,
+            checkpoint_settings(model_config, values, cls.generation_keys),
         )
         layout = (published.layout or cls.layout)(length)
         spec = CanvasSpec(
@@ -433,7 +499,7 @@ def _serve_autoregressively(vllm_config: VllmConfig) -> None:
     Raises:
         ValueError: Naming a setting of canvases.
     """
-    section = vllm_config.additional_config["diffusion"]
+    section = vllm_config.additional_config.get("diffusion", {})
     others = [name for name in section if name != "rule"]
     if vllm_config.diffusion_config is not None:
         others.append("--diffusion-config")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import tomllib
 from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import entry_points
@@ -24,6 +25,8 @@ from vllm_diffusion.weights.machine_fit import quantises_while_loading
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
+
+logger = logging.getLogger("vllm.vllm_diffusion")
 
 
 @functools.cache
@@ -115,15 +118,20 @@ EARLY_CONDITIONS: dict[str, Callable[[EngineArgs, ModelConfig], object]] = {
 }
 
 
-def install(architectures: Collection[str], by_type: Mapping[str, tuple[str, ...]]) -> None:
+def install(
+    architectures: Collection[str],
+    by_type: Mapping[str, tuple[str, ...]],
+    by_code: Mapping[str, str],
+) -> None:
     """Check the arguments as soon as vLLM has the model's configuration. This is safe to call
     twice.
 
     Args:
         architectures: Architectures of the models to check.
         by_type: Architectures that are served, for each ``model_type`` whose configuration is ours.
+        by_code: The architecture that is served, for each class that only ``auto_map`` may name.
     """
-    _looking.install(frozenset(architectures), by_type)
+    _looking.install(frozenset(architectures), by_type, by_code)
 
 
 @replaces_call(
@@ -135,6 +143,7 @@ def _looking(
     stock: Callable[[EngineArgs], ModelConfig],
     architectures: frozenset[str],
     by_type: Mapping[str, tuple[str, ...]],
+    by_code: Mapping[str, str],
     self: Any,
 ) -> ModelConfig:
     # vLLM removes the window from a configuration before its architecture is known.
@@ -148,6 +157,15 @@ def _looking(
         raise ValueError(sentence) from None
     finally:
         self.disable_sliding_window = disables_window
+    if (meant := _meant_architecture(self, model_config, by_code)) is not None:
+        logger.info(
+            "config.json names the class of an ordinary model (%s), and auto_map the diffusion model that it is: "
+            '%s serves it. --hf-overrides with "architectures" chooses another class.',
+            model_config.architecture,
+            meant,
+        )
+        self.hf_overrides = {**(self.hf_overrides or {}), "architectures": [meant]}
+        model_config = stock(self)
     served = getattr(model_config.hf_config, "architectures", None) or ()
     is_ours = not architectures.isdisjoint(served)
     if is_ours:
@@ -164,6 +182,22 @@ def _looking(
         )
         model_config.diffusion = DiffusionPlan(plugin_settings(self.additional_config), given)
     return model_config
+
+
+def _meant_architecture(
+    arguments: EngineArgs, model_config: ModelConfig, by_code: Mapping[str, str]
+) -> str | None:
+    """Return the architecture of a diffusion checkpoint whose ``architectures`` are its body's;
+    ``None`` for any other, or if the operator names one.
+    """
+    overrides = arguments.hf_overrides or {}
+    if not isinstance(overrides, Mapping) or "architectures" in overrides:
+        return None
+    code = getattr(model_config.hf_config, "auto_map", None)
+    classes = code.values() if isinstance(code, Mapping) else ()
+    names = (str(path).rpartition(".")[2] for path in classes)
+    meant = next((by_code[name] for name in names if name in by_code), None)
+    return None if meant == model_config.architecture else meant
 
 
 # Connectors of vLLM that carry blocks of the cache no further than this machine's memory.

@@ -29,6 +29,7 @@ class WholeSequenceEngineConfig(MaskedEngineConfig):
 
     @classmethod
     def verify_and_update_model_config(cls, model_config: ModelConfig) -> None:
+        super().verify_and_update_model_config(model_config)
         most = cls.context_length
         if most is not None and model_config.original_max_model_len in (None, -1):
             model_config.max_model_len = min(model_config.max_model_len, most)
@@ -38,6 +39,7 @@ class WholeSequenceEngineConfig(MaskedEngineConfig):
     def apply_stock_defaults(cls, vllm_config: VllmConfig) -> None:
         """Have each pass hold the longest sequence."""
         from vllm.config import CUDAGraphMode
+        from vllm.config.diffusion import DiffusionConfig
 
         model_config, scheduler = vllm_config.model_config, vllm_config.scheduler_config
         most = scheduler.max_num_batched_tokens
@@ -57,9 +59,9 @@ class WholeSequenceEngineConfig(MaskedEngineConfig):
             # rows.
             compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
         model_config.hf_config.canvas_length = model_config.max_model_len
-        super().apply_stock_defaults(vllm_config)
-        assert vllm_config.diffusion_config is not None
-        vllm_config.diffusion_config.canvas_length = model_config.max_model_len
+        canvases = vllm_config.diffusion_config or DiffusionConfig(canvas_length=1)
+        canvases.canvas_length = model_config.max_model_len
+        vllm_config.diffusion_config = canvases
 
     @classmethod
     def default_max_num_seqs(cls, scheduler: SchedulerConfig, most: int, length: int) -> int:

@@ -35,6 +35,7 @@ class DreamEngineConfig(WholeSequenceEngineConfig):
             {"algorithm": "entropy", "eps": 1e-3, "alg_temp": 0.0, "max_denoising_steps": 512},
         )
     }
+    generation_keys = {"algorithm": "alg", "max_denoising_steps": "steps"}
     mask_token_id = 151666
     block_length = 512
     layout = ShiftedSequence

@@ -54,9 +54,14 @@ logger = logging.getLogger("vllm.vllm_diffusion")
 
 
 class LLaDA2MoeConfig(PretrainedConfig):
-    """Configuration from ``config.json``, with the values that the published code assumes."""
+    """Configuration from ``config.json``, with the values that the published code assumes.
+
+    Attributes:
+        other_model_types: What its publisher's trainer writes (inclusionAI/dFactory at 92b6890).
+    """
 
     model_type = "llada2_moe"
+    other_model_types = ("llada2_moe_veomni",)
 
     def __init__(self, rope_theta: float = 600000.0, **fields: Any) -> None:
         """Take the fields of ``config.json``."""

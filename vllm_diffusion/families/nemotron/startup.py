@@ -34,13 +34,15 @@ from transformers import Ministral3Config
 
 from vllm_diffusion.decoding.layouts import SeededBlock, VerifiedDraft
 from vllm_diffusion.decoding.reveal import LinearSpec, Reveal
-from vllm_diffusion.decoding.rule import FLOAT32_MAX, Setting
+from vllm_diffusion.decoding.rule import AUTOREGRESSIVE, FLOAT32_MAX, Setting
 from vllm_diffusion.families.nemotron.draft_lora import FOLDER, find_draft_lora
 from vllm_diffusion.startup.engine_config import MaskedEngineConfig, PublishedRule
 from vllm_diffusion.startup.plan import spec_of
+from vllm_diffusion.startup.plugin_settings import OPTION
 from vllm_diffusion.weights.tensor_rules import BodyTensors, TensorRules
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
     from vllm.config import ModelConfig, VllmConfig
 
 
@@ -76,6 +78,21 @@ class NemotronLabsDiffusionEngineConfig(MaskedEngineConfig):
     layout = SeededBlock
 
     @classmethod
+    def default_rule(cls, model_config: ModelConfig) -> str:
+        """Return the rule of weights by ``dlm_paradigm``, the attention that they were trained
+        with. Of ``"autoregressive"`` blocks were never seen to be right; the published methods do
+        not look at it.
+        """
+        if getattr(model_config.hf_config, "dlm_paradigm", None) == AUTOREGRESSIVE:
+            return AUTOREGRESSIVE
+        return super().default_rule(model_config)
+
+    @classmethod
+    def has_window(cls, config: PretrainedConfig) -> bool:
+        """Tell whether the layers have a window: those of Ministral 3 have no flag beside it."""
+        return config.sliding_window is not None
+
+    @classmethod
     def check_model(cls, model_config: ModelConfig) -> None:
         super().check_model(model_config)
         rope = getattr(model_config.hf_config, "rope_parameters", None)
@@ -91,8 +108,16 @@ class NemotronLabsDiffusionEngineConfig(MaskedEngineConfig):
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        super().verify_and_update_config(vllm_config)
         model_config = vllm_config.model_config
+        settings = model_config.diffusion.settings
+        if settings.rule is None and cls.default_rule(model_config) == AUTOREGRESSIVE:
+            logger.info(
+                "dlm_paradigm=%r in config.json: tokens are written one after another unless a request or %s chooses "
+                'a rule; "reveal" denoises blocks.',
+                AUTOREGRESSIVE,
+                OPTION.replace("...", '"rule": ...'),
+            )
+        super().verify_and_update_config(vllm_config)
         spec = spec_of(model_config)
         if spec is None or not (spec.layout.verifies or spec.drafts):
             return

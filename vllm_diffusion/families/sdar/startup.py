@@ -25,6 +25,7 @@ published with.
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, ClassVar
 
 from transformers import Qwen3Config, Qwen3MoeConfig
@@ -40,6 +41,13 @@ if TYPE_CHECKING:
 
 # README of JetAstra/SDAR at c2041a8; I-DLM is trained with 1, 2, 3 and 7.
 _PUBLISHED_BLOCK_LENGTHS = (4, 8, 16, 32, 64)
+# Names that tell a length, wherever they stand in a path: by a suffix; a published name without one
+# has blocks of 4.
+_NAME = re.compile(
+    r"((?:SDAR|TraDo)(?:[^/]*-b(8|16|32|64)(?![\w.])"
+    r"|-[\d.]+B(?:-A3B)?-(?:Chat|Sci|Sci-Base|Instruct|Thinking)(?=/|$)))",
+    re.IGNORECASE,
+)
 
 
 class SDARConfig(Qwen3Config):
@@ -63,6 +71,14 @@ class SDAREngineConfig(MaskedEngineConfig):
     block_length = 4
     # vLLM's class of the same layers.
     body: ClassVar[str] = "Qwen3ForCausalLM"
+
+    @classmethod
+    def unwritten_length(cls, name: str) -> tuple[int, str | None]:
+        """Return the length by the checkpoint's name, since published files leave it out."""
+        if not (names := _NAME.findall(name)):
+            return cls.block_length, None
+        last, length = names[-1]
+        return int(length or cls.block_length), f"as {last} is published"
 
     @classmethod
     def published_rule(cls, model_config: ModelConfig, settings: PluginSettings) -> PublishedRule:

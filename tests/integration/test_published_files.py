@@ -1,0 +1,236 @@
+"""Starts take from published files what their publishers' code and files say."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.families.published import (
+    INDEX,
+    Expected,
+    PublishedFiles,
+    expected,
+    families,
+    files_of,
+    published_files,
+    shapes_of,
+)
+from vllm_diffusion.startup.plan import spec_of
+from vllm_diffusion.startup.published_checkpoints import checkpoint_families
+
+pytestmark = pytest.mark.engine
+
+
+def config_of(folder: Path, **options: Any) -> Any:
+    """Return vLLM's configuration of a checkpoint, as a server makes it before it loads weights."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(
+        model=str(folder), load_format="dummy", skip_tokenizer_init=True, **options
+    ).create_engine_config()
+
+
+def served(folder: Path) -> dict[str, Any]:
+    """Return what a start makes of a checkpoint, by the names of the table."""
+    # DiffusionGemma's tokenizer and preprocessor, which pictures need, were not found.
+    has_pictures = '"vision_config"' in (folder / "config.json").read_text()
+    options = {"language_model_only": True} if has_pictures else {}
+    config = config_of(folder, **options)
+    model, spec = config.model_config, spec_of(config.model_config)
+    assert spec is not None
+    ends = model.try_get_generation_config().get("eos_token_id")
+    ends = getattr(model.hf_config, "eos_token_id", None) if ends is None else ends
+    return {
+        "architecture": model.architecture,
+        "rule": spec.ways[0],
+        "settings": dict(spec.settings),
+        "block": spec.block_length({}),
+        "steps": spec.max_denoising_steps,
+        "mask": spec.mask_token_id,
+        "ends": ends if isinstance(ends, list) else [ends],
+        "window": config.cache_config.sliding_window,
+        "context": model.max_model_len,
+        "sampling": model.get_diff_sampling_param(),
+    }
+
+
+def name_of(row: Expected) -> str:
+    return f"{row.id} {row.files.revision}".strip()
+
+
+@pytest.mark.parametrize("row", expected(), ids=name_of)
+def test_what_comes_out(row: Expected, tmp_path: Path) -> None:
+    """A start on the published files has the rule, settings, lengths, tokens and sampling that the
+    publisher's code and files say.
+    """
+    wanted = dict(row.values)
+    found = served(row.files.write(tmp_path, row.id))
+    if found["ends"] == [None]:
+        # The tokenizer's own token ends an answer then.
+        end = row.files.files.get("tokenizer_config.json", {}).get("eos_token")
+        found["ends"] = [] if end is None else [end]
+    wanted.pop("parsers", None)
+    assert found == wanted
+
+
+def test_each_value_has_a_source() -> None:
+    """The table names what says each of its values."""
+    for family in families():
+        values = set(family["values"])
+        for row in family["checkpoint"]:
+            values |= set(row.get("values", ()))
+        assert values <= set(family["sources"]), family["name"]
+
+
+def test_commands_name_the_parser_of_the_template() -> None:
+    """A family whose template writes tool calls has the parser of their form in its command."""
+    commands = {
+        checkpoint.id: family.command(checkpoint)
+        for family in checkpoint_families()
+        for checkpoint in family.checkpoint
+    }
+    for row in expected():
+        if (parser := row.values.get("parsers")) and row.id in commands:
+            assert f"--tool-call-parser {parser} " in f"{commands[row.id]} ", row.id
+
+
+FLAGGED = {
+    row.files.id: row.files for row in expected() if "use_sliding_window" in row.files.config
+}
+
+
+@pytest.mark.parametrize("files", FLAGGED.values(), ids=lambda files: files.id)
+def test_no_window_without_the_flag(files: PublishedFiles, tmp_path: Path) -> None:
+    """No published model that denoises masks has a sliding window, whatever number stands beside
+    the flag that is off.
+    """
+    assert files.config["use_sliding_window"] is False
+    folder = files.write(tmp_path)
+    config = config_of(folder, hf_overrides={"sliding_window": 64})
+    assert config.cache_config.sliding_window is None
+    assert config.model_config.hf_text_config.sliding_window is None
+
+
+def test_a_window_that_is_on_is_refused(tmp_path: Path) -> None:
+    """A checkpoint some of whose layers have a window is refused with the field's name, and one
+    whose window begins after its last layer is served without.
+    """
+    files = files_of("JetLM/SDAR-1.7B-Chat")
+    folder = files.write(tmp_path)
+    window = {"use_sliding_window": True, "sliding_window": 16}
+    with pytest.raises(ValueError, match="sliding_window=16 in config.json"):
+        config_of(folder, hf_overrides=window | {"max_window_layers": 2})
+    config = config_of(folder, hf_overrides=window | {"max_window_layers": 28})
+    assert config.cache_config.sliding_window is None
+
+
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [
+        ("JetLM/SDAR-8B-Chat", "INFO"),
+        ("JetLM/SDAR-8B-Chat-b32", "INFO"),
+        ("models--JetLM--SDAR-8B-Chat-b16/snapshots/0a1b", "INFO"),
+        ("mine/sdar-8b-tuned-b8", "INFO"),
+        ("mine/checkpoint-500", "WARNING"),
+        ("b32/SDAR-8B-Chat-b12", "WARNING"),
+    ],
+)
+def test_a_start_says_which_block_it_took(
+    name: str, level: str, tmp_path: Path, start_log: pytest.LogCaptureFixture
+) -> None:
+    """A start logs the length of blocks with what names it, and warns where it is a guess."""
+    folder = files_of("JetLM/SDAR-8B-Chat").write(tmp_path, name)
+    spec = spec_of(config_of(folder).model_config)
+    assert spec is not None
+    named = re.search(r"-b(8|16|32)(?!\d)", name.split("b32/")[-1])
+    assert spec.length == (int(named[1]) if named else 4)
+    said = [record for record in start_log.records if "blocks of" in record.getMessage()]
+    assert [record.levelname for record in said] == [level]
+    assert f"blocks of {spec.length} positions" in said[0].getMessage()
+
+
+def test_a_length_that_the_operator_sets(
+    tmp_path: Path, start_log: pytest.LogCaptureFixture
+) -> None:
+    """The operator's length of blocks is taken without a word about the file's."""
+    folder = files_of("JetLM/SDAR-8B-Chat").write(tmp_path, "mine/checkpoint-500")
+    spec = spec_of(config_of(folder, diffusion_config={"canvas_length": 32}).model_config)
+    assert spec is not None
+    assert (spec.length, spec.max_denoising_steps) == (32, 32)
+    assert not [record for record in start_log.records if "blocks of" in record.getMessage()]
+
+
+def test_settings_that_a_publisher_names_otherwise(tmp_path: Path) -> None:
+    """Names of Dream's own file are read where somebody chose their values, and null is what is
+    left out.
+    """
+    dream = files_of("Dream-org/Dream-v0-Instruct-7B")
+    generation = {
+        name: value
+        for name, value in dream.files["generation_config.json"].items()
+        if name != "_from_model_config"
+    }
+    chosen = generation | {"alg": "maskgit_plus", "steps": 128, "eps": 0.01}
+    folder = PublishedFiles(
+        dream.id, "", dict(dream.files) | {"generation_config.json": chosen}, {}
+    ).write(tmp_path)
+    spec = spec_of(config_of(folder).model_config)
+    assert spec is not None
+    assert spec.max_denoising_steps == 128
+    assert spec.settings == {"algorithm": "maskgit_plus", "eps": 0.01, "alg_temp": 0.0}
+
+
+def test_a_wrong_value_is_named_as_in_the_file(tmp_path: Path) -> None:
+    """A setting under a publisher's name is refused by that name."""
+    dream = files_of("Dream-org/Dream-v0-Instruct-7B")
+    wrong = {"generation_config.json": {"alg": "best"}}
+    folder = PublishedFiles(dream.id, "", dict(dream.files) | wrong, {}).write(tmp_path)
+    with pytest.raises(ValueError, match=r"generation_config.json: alg='best'"):
+        config_of(folder)
+
+
+def test_an_autoregressive_nemotron(tmp_path: Path) -> None:
+    """A file whose weights were trained token after token is served so, unless a rule is set."""
+    files = files_of("nvidia/Nemotron-Labs-Diffusion-8B")
+    folder = files.write(tmp_path)
+    trained = {"dlm_paradigm": "autoregressive"}
+    assert spec_of(config_of(folder, hf_overrides=trained).model_config) is None
+    for settings in ({"rule": "reveal"}, {"rules": "all"}):
+        config = config_of(folder, hf_overrides=trained, additional_config={"diffusion": settings})
+        spec = spec_of(config.model_config)
+        assert spec is not None
+        assert spec.ways[0] == "reveal"
+    assert spec.settings["rule"] == "autoregressive"
+
+
+INDEXED = [one for one in published_files() if INDEX in one.files]
+
+
+@pytest.mark.parametrize("files", INDEXED, ids=lambda files: files.id)
+def test_names_in_the_index(files: PublishedFiles) -> None:
+    """The rules of tensors give the number, the bytes and the names in a published index."""
+    index = files.files[INDEX]
+    shapes = shapes_of(files.config)
+    assert len(shapes) == index["tensors"]
+    num_bytes = 2 * sum(math.prod(shape) for shape in shapes.values())
+    # LLaDA2 keeps the biases of its routers in float32.
+    assert num_bytes == pytest.approx(index["total_size"], rel=1e-6)
+    patterns = {re.sub(r"(?<=\.)\d+(?=\.)", "N", name) for name in shapes}
+    assert patterns >= set(index.get("some_names", ()))
+    assert "names" not in index or patterns == set(index["names"])
+
+
+FIGURES = [row for row in expected() if row.tensors or row.billions]
+
+
+@pytest.mark.parametrize("row", FIGURES, ids=name_of)
+def test_published_figures(row: Expected) -> None:
+    """The rules of tensors give the published numbers of tensors and parameters."""
+    shapes = shapes_of(row.files.config)
+    billions = sum(math.prod(shape) for shape in shapes.values()) / 1e9
+    assert row.tensors in (None, len(shapes))
+    assert row.billions is None or billions == pytest.approx(row.billions, rel=0, abs=0.01)
