@@ -223,6 +223,62 @@ def test_long_body(server: Server) -> None:
     assert response.json()["error"]["param"] == "body"
 
 
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/chat/completions", "messages"),
+        ("/v1/responses", "input"),
+        ("/v1/messages", "messages"),
+        ("/tokenize", "messages"),
+        ("/invocations", "input"),
+    ],
+)
+def test_many_objects(path: str, field: str, server: Server) -> None:
+    """A body of too many objects is refused by their number, any other by its first bad item."""
+    response = server.post(path, {"max_tokens": 4, field: [{}] * 10_000})
+    assert response.status_code == 413
+    assert "10002 objects and lists; up to 6400" in response.json()["error"]["message"]
+    # The first line is the number of errors.
+    few, many = (
+        server.post(path, {"max_tokens": 4, field: [{}] * n}).json()["error"]["message"]
+        for n in (2, 6_000)
+    )
+    assert few.splitlines()[0] == many.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a" * 2**20}]}]},
+        {
+            "messages": [{"role": "user", "content": "hi"}],
+            "tools": [{"type": "function", "function": {"name": "f", "description": "a" * 2**20}}],
+        },
+    ],
+    ids=["parts", "tools"],
+)
+def test_text_anywhere_in_a_prompt(body: Any, server: Server) -> None:
+    """Text that no prompt has room for is refused wherever a template takes it from."""
+    for path in ("/tokenize", "/v1/chat/completions"):
+        _assert_refused(server.post(path, body), "prompt", "characters")
+
+
+def test_text_that_is_truncated(server: Server) -> None:
+    """Of text that is truncated the same tokens are read, however much text precedes them."""
+    asked = {"max_tokens": 4, "truncate_prompt_tokens": 8, "temperature": 0, "seed": 1}
+    said = [
+        _complete(server, prompt="a" * n + " 7+8", **asked).json()["choices"][0]["text"]
+        for n in (1_000, 2**22)
+    ]
+    assert said[0] == said[1]
+
+
+def test_many_long_answers(server: Server) -> None:
+    """A body of several prompts may not ask for more tokens than one prompt may."""
+    response = _complete(server, prompt=["Once"] * 16, n=128, max_tokens=900)
+    _assert_refused(response, "max_tokens", "1843200 tokens")
+
+
 DEEP = '{"a":' * 3000 + "1" + "}" * 3000
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": DEEP}}
 

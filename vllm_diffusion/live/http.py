@@ -38,9 +38,9 @@ from vllm_diffusion.metrics import ANSWER
 from vllm_diffusion.requests.arguments import parse_shown
 from vllm_diffusion.requests.http import (
     DETAILS,
+    BoundedPrompts,
     CheckedClient,
     SuffixesInCanvases,
-    check_characters,
     check_fields,
     read_body,
 )
@@ -243,11 +243,6 @@ class CheckedTokenization(ServingTokenization):
 
     async def create_tokenize(self, request: Any, raw_request: Any) -> Any:
         check_fields(request)
-        tokenizer = self.renderer.tokenizer
-        if tokenizer is not None:
-            check_characters(
-                request, self.model_config.max_model_len * tokenizer.max_chars_per_token
-            )
         return await super().create_tokenize(request, raw_request)
 
 
@@ -502,9 +497,10 @@ def install() -> None:
 async def _serving_canvases(stock: Any, engine_client: Any, state: Any, args: Any) -> None:
     if type(engine_client) is AsyncLLM:
         engine_client.__class__ = CheckedClient
-    if spec_of(engine_client.model_config) is not None:
-        renderer, of_vllm = engine_client.renderer, type(engine_client.renderer)
-        renderer.__class__ = type(of_vllm.__name__, (SuffixesInCanvases, of_vllm), {})
+    spec = spec_of(engine_client.model_config)
+    renderer, of_vllm = engine_client.renderer, type(engine_client.renderer)
+    base = BoundedPrompts if spec is None else SuffixesInCanvases
+    renderer.__class__ = type(of_vllm.__name__, (base, of_vllm), {})
     for name, cls in ENDPOINTS.items():
         served = getattr(state, name, None)
         # What the server does not offer is None. Other objects of the server hold this one, so it

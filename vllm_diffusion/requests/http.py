@@ -1,8 +1,9 @@
 """The door of vLLM's OpenAI server for diffusion models: bodies, fields of every endpoint, and what
 is refused.
 
-A body passes, in this order: its length (:class:`BoundedBodies`), vLLM's protocol,
-:func:`read_body` of its endpoint, and with its sampling parameters :class:`CheckedClient` and
+A body passes, in this order: what it may hold (:class:`BoundedBodies`), vLLM's protocol, which
+``first_errors.py`` has stop at the first bad item of a list, :func:`read_body` of its endpoint,
+with its text :class:`BoundedPrompts`, and with its sampling parameters :class:`CheckedClient` and
 ``validation.py``. Whatever is refused on the way leaves one line in the log.
 """
 
@@ -19,6 +20,7 @@ from typing import Any
 
 from PIL.Image import DecompressionBombError
 from prometheus_client import Counter
+from vllm import envs
 from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.logger import init_logger
 from vllm.renderers.base import BaseRenderer
@@ -29,6 +31,7 @@ from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.requests import bounds
 from vllm_diffusion.requests.arguments import PREFIX
 from vllm_diffusion.requests.constraint import read_constraint_aside
+from vllm_diffusion.requests.first_errors import stop_at_first_errors
 from vllm_diffusion.requests.refusals import failing_aloud, one_line, refuse
 from vllm_diffusion.startup.plan import spec_of
 
@@ -36,6 +39,8 @@ logger = init_logger(f"vllm.{__name__}")
 
 # Pictures and sound within JSON: what follows is not text of a prompt, and may be long.
 _MEDIA = re.compile(rb'(?:;base64,|"data"\s*:\s*")[A-Za-z0-9+/=_\\-]+')
+# All of a body without escaped characters but what tells where its objects and lists begin.
+_NO_STRUCTURE = bytes({*range(256)} - {*b'"{['})
 # Key in the scope of a request that is refused: an object that its error gets.
 DETAILS = "vllm_diffusion.details"
 # Of vLLM's protocols: it takes ``structured_outputs`` for a mapping before anything has checked it.
@@ -73,8 +78,8 @@ def _reading_instant(stock: Any, body: Any) -> Any:
 
 @replaces_call(
     "vllm.entrypoints.launchers.app:init_exception_handler",
-    reason="Bodies are bounded before they are read, each refusal leaves a line in the log, a 500 has a message, and "
-    "structured_outputs that is no mapping is a 400: the protocol's check makes it a 500.",
+    reason="Bodies are bounded before they are read and by their first errors, each refusal leaves a line in the log, "
+    "a 500 has a message, and structured_outputs that is no mapping is a 400: the protocol's check makes it a 500.",
     until="vLLM reads VLLM_HTTP_MAX_REQUEST_BODY_SIZE and logs what it refuses.",
 )
 def _with_door(stock: Any, app: Any) -> None:
@@ -85,6 +90,7 @@ def _with_door(stock: Any, app: Any) -> None:
         app.add_exception_handler(kind, app.exception_handlers[Exception])
     for kind, handler in [*app.exception_handlers.items()]:
         app.add_exception_handler(kind, _noted(handler))
+    stop_at_first_errors()
     app.add_middleware(BoundedBodies)
 
 
@@ -150,41 +156,52 @@ def _is_no_mapping(error: Exception) -> bool:
 
 
 class BoundedBodies:
-    """An ASGI application that refuses bodies by their length, before anything reads them.
+    """An ASGI application that refuses bodies by what they hold, before anything reads them.
 
-    ``VLLM_HTTP_MAX_REQUEST_BODY_SIZE`` bounds a body, and a quarter of it what of a body is no
-    picture or sound.
+    ``VLLM_HTTP_MAX_REQUEST_BODY_SIZE`` bounds the bytes of a body, a quarter of it those that are
+    not a picture or sound, and ``bounds.MOST_OBJECTS`` the objects and lists of JSON.
     """
 
     def __init__(self, app: Any) -> None:
-        from vllm import envs
-
         self._app = app
         self._most = envs.VLLM_HTTP_MAX_REQUEST_BODY_SIZE
         self._most_text = self._most // 4
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve a request whose body is short enough; answer 413 to any other."""
+        """Serve a request whose body may hold what it holds; answer 413 to any other."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         send = _with_details(scope, send)
-        declared = dict(scope["headers"]).get(b"content-length", b"")
+        headers = dict(scope["headers"])
+        declared = headers.get(b"content-length", b"")
         length = int(declared) if declared.isdigit() else 0
-        if declared and length <= self._most_text:
+        # Of a form no part is read as JSON.
+        is_form = headers.get(b"content-type", b"").lower().startswith(b"multipart/")
+        # Each object has a byte at least.
+        most_unread = self._most_text if is_form else min(self._most_text, bounds.MOST_OBJECTS)
+        if declared and length <= most_unread:
             await self._app(scope, receive, send)
             return
         body = b"" if length > self._most else await self._read(receive)
         refusal = _refusal(max(length, len(body)), self._most, "")
-        if refusal is None and len(body) > self._most_text:
-            num_media = await asyncio.to_thread(_media_bytes, body)
-            refusal = _refusal(
-                len(body) - num_media, self._most_text, " besides pictures and sound"
-            )
+        if refusal is None:
+            refusal = await asyncio.to_thread(self._problem, body, is_form)
         if refusal is None:
             await self._app(scope, _replaying(body, receive), send)
         else:
             await _refuse_body(refusal, scope, receive, send)
+
+    def _problem(self, body: bytes, is_form: bool) -> str | None:
+        """Return why a body is refused for what it holds; ``None`` if it is not."""
+        if len(body) > self._most_text:
+            what = " besides pictures and sound"
+            if refusal := _refusal(len(body) - _media_bytes(body), self._most_text, what):
+                return refusal
+        num_objects = 0 if is_form else _num_objects(body)
+        if num_objects <= bounds.MOST_OBJECTS:
+            return None
+        return f"The body has {num_objects} objects and lists; up to {bounds.MOST_OBJECTS} are taken. Send less at once."
 
     async def _read(self, receive: Any) -> bytes:
         """Return a body, or as much of it as shows that it is too long."""
@@ -233,6 +250,24 @@ def _with_details(scope: Any, send: Any) -> Any:
 
 def _media_bytes(body: bytes) -> int:
     return sum(match.end() - match.start() for match in _MEDIA.finditer(body))
+
+
+def _num_objects(body: bytes) -> int:
+    """Count the objects and lists of JSON in time that grows with its length.
+
+    Returns:
+        Their number, exact for UTF-8 where it is more than ``bounds.MOST_OBJECTS``. Brackets within
+        text count too if there are no more of both, and in UTF-16 and UTF-32.
+    """
+    brackets = body.count(b"{") + body.count(b"[")
+    # Only the other encodings have a zero byte in what can be read as JSON.
+    if brackets <= bounds.MOST_OBJECTS or b"\0" in body:
+        return brackets
+    # Backslashes stand within text alone. Without the escaped ones, and then without the escaped
+    # quotes, each quote that is left begins or ends a text.
+    unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    outside = unescaped.translate(None, _NO_STRUCTURE).split(b'"')[::2]
+    return sum(map(len, outside))
 
 
 def _refusal(length: int, most: int, what: str) -> str | None:
@@ -336,36 +371,50 @@ def _suffix_arguments(request: Any, suffix: Any, model_config: Any) -> dict[str,
     return {"diffusion_suffix": suffix}
 
 
-class SuffixesInCanvases(BaseRenderer):
-    """Base of a server's renderer: a suffix stands in the canvas after the answer, and not in the
-    prompt.
+class BoundedPrompts(BaseRenderer):
+    """Base of a server's renderer: text is counted before it is made tokens.
+
+    It is counted with all that a template has written into it, on every path. Where only some of
+    its tokens are kept, as much of it is read as the longest prompt can have.
+    """
+
+    async def tokenize_prompt_async(self, prompt: Any, params: Any) -> Any:
+        text, tokenizer = prompt.get("prompt"), self.tokenizer
+        if isinstance(text, str) and tokenizer is not None:
+            most = self.model_config.max_model_len * tokenizer.max_chars_per_token
+            if params.truncate_prompt_tokens is None:
+                check_characters(text, most)
+            elif len(text) > most:
+                side = params.truncation_side or getattr(tokenizer, "truncation_side", "left")
+                prompt = {**prompt, "prompt": text[-most:] if side == "left" else text[:most]}
+        return await super().tokenize_prompt_async(prompt, params)
+
+
+class SuffixesInCanvases(BoundedPrompts):
+    """Base of the renderer of a server with canvases: a suffix stands in the canvas after the
+    answer, and not in the prompt.
     """
 
     def render_completion_suffix(self, prompt: str, suffix: str) -> str | None:
         return prompt
 
 
-def check_characters(request: Any, most: int) -> None:
+def check_characters(text: str, most: int) -> None:
     """Refuse text of which no prompt could be made, before it is made tokens.
 
     Args:
-        request: Body of ``/tokenize``.
+        text: A prompt, or what a template made of messages, tools and their like.
         most: Characters of the longest prompt, at as many a token as the tokenizer has.
 
     Raises:
-        VLLMValidationError: Naming the field.
+        VLLMValidationError: Naming the prompt, of which messages and tools are parts.
     """
-    contents = [message.get("content") for message in getattr(request, "messages", None) or ()]
-    lengths = {
-        "prompt": len(getattr(request, "prompt", "")),
-        "messages": sum(len(content) for content in contents if isinstance(content, str)),
-    }
-    for field, length in lengths.items():
-        if length > most:
-            refuse(
-                field,
-                f"has {length} characters; the longest prompt of this model has {most}. Send less.",
-            )
+    if len(text) > most:
+        refuse(
+            "prompt",
+            f"has {len(text)} characters, with all messages and tools; the longest of this model has {most}. Send "
+            "less.",
+        )
 
 
 def _check_lengths(request: Any, model_config: Any) -> None:
@@ -397,6 +446,17 @@ def _check_lengths(request: Any, model_config: Any) -> None:
             "n",
             f"asks for {num_answers} answers to {num_prompts} prompts; one body may ask for {bounds.MOST_ANSWERS}. Send "
             "several.",
+        )
+    # As many as one prompt may ask for: requests are served in their order, and all others wait.
+    longest, fields = model_config.max_model_len, vars(request)
+    most = fields.get("max_completion_tokens") or fields.get("max_tokens") or longest
+    num_tokens = num_answers * min(most, longest)
+    most_tokens = envs.VLLM_MAX_N_SEQUENCES * longest
+    if num_prompts > 1 and num_tokens > most_tokens:
+        refuse(
+            "max_tokens",
+            f"asks for {num_tokens} tokens in {num_answers} answers to {num_prompts} prompts; one body may ask for "
+            f"{most_tokens}. Send several.",
         )
 
 

@@ -10,17 +10,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.exceptions import RetryableRequestError, VLLMValidationError
+from vllm.renderers.base import BaseRenderer
 
 from vllm_diffusion.requests import bounds, http
 from vllm_diffusion.requests.http import (
     BoundedBodies,
+    BoundedPrompts,
     _noted,
-    check_characters,
+    _num_objects,
     read_body,
 )
 
@@ -37,13 +41,17 @@ ORDINARY = SimpleNamespace(is_diffusion=False, max_model_len=100)
 class Client:
     """A client of an ASGI application, which sends a body in pieces and keeps what it gets."""
 
-    def __init__(self, body: bytes, *, declared: int | None, piece: int = 500) -> None:
+    def __init__(
+        self, body: bytes, *, declared: int | None, piece: int = 500, kind: bytes = b""
+    ) -> None:
         pieces = [body[i : i + piece] for i in range(0, len(body), piece)] or [b""]
         self._unsent = [
             {"type": "http.request", "body": part, "more_body": i + 1 < len(pieces)}
             for i, part in enumerate(pieces)
         ]
         headers = [] if declared is None else [(b"content-length", str(declared).encode())]
+        if kind:
+            headers.append((b"content-type", kind))
         self.scope: dict[str, Any] = {"type": "http", "headers": headers, "path": "/v1/completions"}
         self.sent: list[Any] = []
 
@@ -53,7 +61,7 @@ class Client:
     async def send(self, message: Any) -> None:
         self.sent.append(message)
 
-    def ask(self, monkeypatch: pytest.MonkeyPatch) -> tuple[int | None, bytes]:
+    def ask(self, monkeypatch: pytest.MonkeyPatch, most: int = MOST) -> tuple[int | None, bytes]:
         """Return the status of a refusal, if any, and the body that the application read."""
         read = bytearray()
 
@@ -64,7 +72,7 @@ class Client:
                 read.extend(message.get("body", b""))
                 more = message.get("more_body", False)
 
-        monkeypatch.setenv("VLLM_HTTP_MAX_REQUEST_BODY_SIZE", str(MOST))
+        monkeypatch.setenv("VLLM_HTTP_MAX_REQUEST_BODY_SIZE", str(most))
         asyncio.run(BoundedBodies(app)(self.scope, self.receive, self.send))
         status = self.sent[0]["status"] if self.sent else None
         return status, bytes(read)
@@ -106,6 +114,76 @@ def test_a_declared_length_beyond_the_limit_is_not_read(monkeypatch: pytest.Monk
     client = Client(b"x", declared=10**12)
     assert client.ask(monkeypatch) == (413, b"")
     assert client._unsent
+
+
+LIMIT = bounds.MOST_OBJECTS
+# Quotes and brackets within text, some of them escaped, and a backslash that escapes nothing.
+TEXT = json.dumps('[{"a": "\\\\"}]\\' * LIMIT).encode()
+
+
+@pytest.mark.parametrize("is_declared", [True, False])
+@pytest.mark.parametrize(
+    ("body", "kind", "status"),
+    [
+        (b'{"messages": [' + b"{}," * (LIMIT - 3) + b"{}]}", b"application/json", None),
+        (b'{"messages": [' + b"{}," * (LIMIT - 2) + b"{}]}", b"application/json", 413),
+        (b'{"input": [' + b"[]," * LIMIT + b"[]]}", b"", 413),
+        (b'{"input": ' + b"[" * LIMIT + b"]" * LIMIT + b"}", b"application/json", 413),
+        (b'{"prompt": ' + TEXT + b"}", b"application/json", None),
+        (b'{"prompt": ' + TEXT + b', "a": [' + b"{}," * LIMIT + b"{}]}", b"", 413),
+        (json.dumps({"a": [{}] * LIMIT}).encode("utf-16"), b"application/json", 413),
+        (json.dumps({"prompt": [*range(131_072)]}).encode(), b"application/json", None),
+        (json.dumps({"logit_bias": dict.fromkeys(range(20_000), 1.5)}).encode(), b"", None),
+        (b"{[" * LIMIT, b"multipart/form-data; boundary=a", None),
+    ],
+    ids=[
+        "the most",
+        "one more",
+        "lists",
+        "levels",
+        "brackets in text",
+        "after text",
+        "UTF-16",
+        "token ids",
+        "biases",
+        "a form",
+    ],
+)
+def test_objects_of_a_body(
+    body: bytes,
+    kind: bytes,
+    status: int | None,
+    is_declared: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A body is refused by the number of its objects and lists, and not by that of its values."""
+    client = Client(body, declared=len(body) if is_declared else None, piece=2**16, kind=kind)
+    refused, read = client.ask(monkeypatch, 2**25)
+    assert refused == status
+    assert read == (b"" if status else body)
+    if status:
+        said = json.loads(client.sent[1]["body"])["error"]["message"]
+        assert f"objects and lists; up to {LIMIT} are taken" in said
+
+
+@given(
+    st.recursive(
+        st.text(st.sampled_from('a[]{}"\\/,: \u227b')) | st.integers(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text('ab[{"\\'), inner),
+    ),
+    st.booleans(),
+)
+def test_objects_are_counted_exactly(value: Any, is_ascii: bool) -> None:
+    """The number of objects and lists is that of the value which Python reads."""
+
+    def count(part: Any) -> int:
+        inner = part.values() if isinstance(part, dict) else part
+        return 1 + sum(map(count, inner)) if isinstance(part, (dict, list)) else 0
+
+    body = json.dumps(value, ensure_ascii=is_ascii).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bounds, "MOST_OBJECTS", 0)
+        assert _num_objects(body) == count(value)
 
 
 def chat(**fields: Any) -> ChatCompletionRequest:
@@ -160,14 +238,33 @@ def test_beams() -> None:
         ({"prompt": [1] * 101}, "prompt"),
         ({"prompt": [[1], [2] * 101]}, "prompt"),
         ({"prompt": [1] * 101, "truncate_prompt_tokens": 5}, None),
-        ({"prompt": ["a"] * 64, "n": bounds.MOST_ANSWERS // 64}, None),
+        ({"prompt": ["a"] * 64, "n": bounds.MOST_ANSWERS // 64, "max_tokens": 6}, None),
         ({"prompt": ["a"] * 64, "n": bounds.MOST_ANSWERS // 64 + 1}, "n"),
         ({"prompt": "a" * 1000, "n": 128}, None),
+        ({"prompt": ["a"] * 16, "n": 128, "max_tokens": 6}, None),
+        ({"prompt": ["a"] * 16, "n": 128, "max_tokens": 7}, "max_tokens"),
+        ({"prompt": ["a"] * 128, "n": 1, "max_tokens": 2**40}, None),
+        ({"prompt": "a", "n": 128, "max_tokens": 2**40}, None),
     ],
-    ids=["as long as the model's", "longer", "one of two", "truncated", "answers", "more", "text"],
+    ids=[
+        "as long as the model's",
+        "longer",
+        "one of two",
+        "truncated",
+        "answers",
+        "more",
+        "text",
+        "tokens of several",
+        "more tokens",
+        "no more than the model's length",
+        "one prompt",
+    ],
 )
-def test_lists_by_their_length(fields: dict[str, Any], refused: str | None) -> None:
+def test_lists_by_their_length(
+    fields: dict[str, Any], refused: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The prompts and answers of a body are counted before the items are read."""
+    monkeypatch.setenv("VLLM_MAX_N_SEQUENCES", "128")
     request = CompletionRequest(model="m", **fields)
     if refused is None:
         read_body(request, CANVASES)
@@ -177,16 +274,37 @@ def test_lists_by_their_length(fields: dict[str, Any], refused: str | None) -> N
     assert raised.value.parameter == refused
 
 
+def tokenized(prompt: dict[str, Any], truncation: int | None, side: str | None = None) -> Any:
+    """Return the prompt that a renderer is given to tokenize, of at most 300 characters."""
+    params = SimpleNamespace(truncate_prompt_tokens=truncation, truncation_side=side)
+
+    class Renderer(BaseRenderer):
+        async def tokenize_prompt_async(self, prompt: Any, params: Any) -> Any:
+            return prompt
+
+    bounded: Any = type("Bounded", (BoundedPrompts, Renderer), {})
+    bounded.__abstractmethods__ = frozenset()
+    renderer = object.__new__(bounded)
+    renderer.model_config = CANVASES
+    renderer.tokenizer = SimpleNamespace(max_chars_per_token=3, truncation_side="left")
+    return asyncio.run(renderer.tokenize_prompt_async(prompt, params))
+
+
 def test_characters_of_a_prompt() -> None:
-    """``/tokenize`` refuses text longer than the longest prompt before tokenizing it."""
-    for fields, field in (
-        ({"prompt": "a" * 11}, "prompt"),
-        ({"messages": [{"content": "a" * 6}, {"content": "b" * 5}]}, "messages"),
-    ):
-        with pytest.raises(VLLMValidationError) as raised:
-            check_characters(SimpleNamespace(**fields), 10)
-        assert raised.value.parameter == field
-    check_characters(SimpleNamespace(prompt="a" * 10), 10)
+    """Text longer than the longest prompt is refused before it is made tokens."""
+    for prompt in ({"prompt": "a" * 300}, {"prompt_token_ids": [1] * 301}):
+        assert tokenized(prompt, None) == prompt
+    with pytest.raises(VLLMValidationError, match="301 characters.* has 300") as raised:
+        tokenized({"prompt": "a" * 301}, None)
+    assert raised.value.parameter == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("side", "kept"), [(None, "b" * 300), ("left", "b" * 300), ("right", "a" * 300)]
+)
+def test_characters_of_a_truncated_prompt(side: str | None, kept: str) -> None:
+    """Of text that is truncated, no more than the longest prompt can have is made tokens."""
+    assert tokenized({"prompt": "a" * 300 + "b" * 300}, 8, side) == {"prompt": kept}
 
 
 @pytest.mark.parametrize(
