@@ -52,6 +52,11 @@ _DATA = frozenset(["const", "enum", "default", "examples", "example"])
 # The greatest integer that llguidance writes as it is listed: a larger one gets other digits, and
 # -2**63 ends the process.
 _MOST_LISTED = 2**53
+# llguidance has no grammar of a number's bounds from 2**63 on; this one is exact as a double.
+_MOST_BOUND = 922 * 10**16
+# No answer has as many items, properties or characters.
+_MOST_COUNTED = 10**8
+_COUNTS = ("Items", "Length", "Properties", "Contains")
 # The place of llguidance's problem is looked for in schemas of so many parts.
 _MOST_SEARCHED = 300
 # White space between the parts of an answer: at most one space after a comma or a colon. With more
@@ -170,6 +175,7 @@ def _check(root: dict[str, Any]) -> None:
         part = pending.pop()
         if isinstance(part, dict):
             _write_flags(part)
+            _write_counts(part)
             pending += [value for key, value in part.items() if key not in _DATA]
         elif isinstance(part, list):
             pending += part
@@ -229,6 +235,14 @@ def _write_flags(part: dict[str, Any]) -> None:
                 part[name] = part.pop(bound)
 
 
+def _write_counts(part: dict[str, Any]) -> None:
+    """Write counts with a point, such as ``1.0``, as the integers that they are."""
+    for key in (f"{side}{kind}" for side in ("min", "max") for kind in _COUNTS):
+        count = part.get(key)
+        if isinstance(count, float) and count.is_integer():
+            part[key] = int(count)
+
+
 def parts_of(root: Any) -> list[dict[str, Any]]:
     """Return a schema and all schemas within it, the outer ones first.
 
@@ -256,6 +270,7 @@ def _simplify(part: dict[str, Any]) -> None:
     for key in part.keys() - CONSTRAINING - NOTES:
         del part[key]
     _drop_idle(part)
+    _write_bounds(part)
     _write_format(part)
     _write_names(part)
     _write_unevaluated(part)
@@ -275,6 +290,9 @@ def _drop_idle(part: dict[str, Any]) -> None:
     ):
         if part.get(key) == value:
             del part[key]
+    for kind in _COUNTS:
+        if part.get(f"max{kind}", 0) >= _MOST_COUNTED:
+            del part[f"max{kind}"]
     for key, needed in (
         ("then", "if"),
         ("else", "if"),
@@ -289,12 +307,27 @@ def _drop_idle(part: dict[str, Any]) -> None:
         part.pop("additionalItems", None)
 
 
+def _write_bounds(part: dict[str, Any]) -> None:
+    """Write bounds of numbers as llguidance reads them exactly, on the inner side."""
+    for name, sign in (("Minimum", -1), ("Maximum", 1)):
+        for key in (name.lower(), f"exclusive{name}"):
+            # The lower side is written as an upper one.
+            bound = sign * part.get(key, 0)
+            if bound > _MOST_BOUND:
+                part[key] = sign * _MOST_BOUND
+            elif isinstance(bound, int) and _MOST_LISTED < abs(bound) <= _MOST_BOUND:
+                # As fifteen digits, which a double holds.
+                step = 10 ** (len(str(abs(bound))) - 15)
+                near = bound // step * step
+                part[key] = sign * (near if int(float(near)) <= bound else near - step)
+
+
 def _write_format(part: dict[str, Any]) -> None:
-    """Write a known format as a pattern; beside a pattern, which says more, or unknown it is an
-    annotation.
+    """Write a known format as a pattern; beside a pattern, which says more, or listed values, or
+    unknown it is an annotation.
     """
     known = FORMATS.get(str(part.pop("format", None)))
-    if known is not None:
+    if known is not None and listed_values(part) is None:
         part.setdefault("pattern", f"^(?:{known})$")
 
 

@@ -32,6 +32,8 @@ _OF_TYPE: Mapping[str, tuple[str, ...]] = {
 # What may stand alone, without a type.
 _ALONE = ("enum", "const", "$ref", "anyOf")
 _POINTER = re.compile(r"#(/[^%]*)?")
+_ESCAPED = re.compile(r'"|\\\\')
+_ALL_BUT = re.compile(r"\[\^(?:\\.|[^\]\\])*\]")
 # The greatest integer that it writes as it is listed.
 _MOST_LISTED = 2**63 - 1
 
@@ -65,6 +67,9 @@ def written_tag(text: str) -> str:
                 _write_lengths(part)
                 _write_listed(part)
             keyword = _unfollowed(part) or large_integer(part, _MOST_LISTED)
+            if is_json and _ESCAPED.search(_ALL_BUT.sub("", part.get("pattern", ""))):
+                # xgrammar writes them as they are, which ends or breaks the string of JSON.
+                keyword = "pattern, or format, with a quote or a backslash"
             if keyword is not None:
                 raise SchemaError(
                     f"{place_of(schema, part)}/{keyword} is not supported in a tool call of this parser"

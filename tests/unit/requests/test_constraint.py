@@ -196,6 +196,10 @@ def test_schemas_of_a_structural_tag() -> None:
 
     for schema in ({"not": {}}, {"const": -(2**63)}, {"type": "array", "uniqueItems": True}):
         assert "is not supported in a tool call" in refusal(**tag(schema))
+    for schema in ({"format": "regex"}, {"pattern": '^a"$'}, {"pattern": r"^\\\\$"}):
+        assert "with a quote or a backslash" in refusal(**tag({"type": "string", **schema}))
+    for pattern in (r'^[^"\\\\]+$', r"^\d\.$"):
+        assert read(**tag({"type": "string", "pattern": pattern})).structural_tag
     assert "minItems" in refusal(**tag({"type": "array", "minItems": 10**9}))
     written = str(read(**tag({"type": "string", "maxLength": 2})).structural_tag)
     assert "pattern" in written

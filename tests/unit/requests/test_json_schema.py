@@ -110,7 +110,14 @@ CASES = [(keyword, i) for keyword, schemas in BY_KEYWORD.items() for i in range(
 
 def is_valid(schema: Any) -> Callable[[Any], bool]:
     validator = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
-    return validator(schema, format_checker=validator.FORMAT_CHECKER).is_valid  # type: ignore[no-any-return]
+    # jsonschema's checks refuse zeros within a pointer's number, and a template's {a:1000}.
+    formats = jsonschema.FormatChecker(())
+    formats.checkers = {
+        name: check
+        for name, check in validator.FORMAT_CHECKER.checkers.items()
+        if name not in ("relative-json-pointer", "uri-template")
+    }
+    return validator(schema, format_checker=formats).is_valid  # type: ignore[no-any-return]
 
 
 def guidance_matcher(text: str) -> Any:
@@ -216,6 +223,51 @@ def test_large_integers_that_are_listed(kind, value):
     else:
         listed = schema.get("const", value)
         assert accepts_of(schema)(json.dumps(listed, separators=(",", ":")))
+
+
+MOST_BOUND = 922 * 10**16
+
+
+@pytest.mark.parametrize("kind", ["integer", "number"])
+@pytest.mark.parametrize("most", [2**63 - 1, 2**63, 3.4028235e38, 1.7976931348623157e308], ids=str)
+def test_bounds_of_64_bits_and_of_floats(kind, most):
+    """A bound beyond llguidance's own is held at the greatest that it has, inclusive or not."""
+    for low, high in (("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum")):
+        accepts = accepts_of({"type": kind, low: -most, high: most})
+        assert all(accepts(text) for text in ("0", str(MOST_BOUND - 1), str(1 - MOST_BOUND)))
+        assert not any(accepts(f"{sign}{MOST_BOUND + 1}") for sign in ("", "-"))
+
+
+@pytest.mark.parametrize("kind", ["integer", "number"])
+@pytest.mark.parametrize("bound", [2**53 + 1, 2**53 + 3, 2**60 + 65, 2**62 + 769], ids=str)
+def test_bounds_that_are_no_doubles(kind, bound):
+    """No number beyond a bound is accepted, though llguidance reads it as the nearest double."""
+    for key, sign in (("maximum", 1), ("minimum", -1)):
+        accepts = accepts_of({"type": kind, key: sign * bound})
+        assert not any(accepts(str(sign * (bound + more))) for more in range(1, 1000))
+        assert accepts(str(sign * (bound - 20_000)))
+
+
+@pytest.mark.parametrize(
+    ("schema", "count"),
+    [
+        ({"type": "array", "items": {"type": "boolean"}, "maxItems": 2**31 - 1}, "[true]"),
+        ({"type": "string", "maxLength": 10**20}, '"ab"'),
+        ({"type": "object", "maxProperties": 10**20}, '{"a":1}'),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_counts_that_no_answer_reaches(schema, count):
+    """A count that no answer reaches limits nothing; one that an answer may reach is refused."""
+    assert accepts_of(schema)(count)
+    assert "up to 10000 are supported" in str(refusal_of({"type": "array", "maxItems": 10**7}))
+
+
+def test_whole_numbers_with_a_point():
+    """A count with a point, as Jackson and PHP write it, is an integer."""
+    accepts = accepts_of({"type": "string", "minLength": 1.0, "maxLength": 3.0})
+    assert [accepts(f'"{"a" * n}"') for n in range(5)] == [False, True, True, True, False]
+    assert "#/minLength" in str(refusal_of({"type": "string", "minLength": 1.5}))
 
 
 @pytest.mark.parametrize(

@@ -317,6 +317,10 @@ def _listed(schema: Mapping[str, Any], types: list[str], path: str) -> dict[str,
 def _any_of(values: list[Value], path: str, *, disjoint: bool) -> Value:
     """One value that may be any of ``values``."""
     if any(not value.forms for value in values):
+        if disjoint and len(values) > 1:
+            raise ToolSchemaError(
+                f"{path}.oneOf has an alternative that allows anything beside others; use anyOf"
+            )
         return ANYTHING
     merged: dict[str, tuple[Form, ...]] = {}
     for value in values:

@@ -284,6 +284,8 @@ NESTED = functools.reduce(lambda inner, _: [inner], range(40), [])
         ({"allOf": [TEXT, TEXT]}, "allOf is not supported"),
         ({"anyOf": [TEXT], "maxLength": 3}, "anyOf together with maxLength"),
         ({"oneOf": [{"type": "object"}, {"type": "object"}]}, "two alternatives of type object"),
+        ({"oneOf": [{"type": "number"}, {}]}, "a.oneOf has an alternative that allows anything"),
+        ({"oneOf": [{"description": "x"}, TEXT]}, "a.oneOf has an alternative that allows"),
         (
             {
                 "oneOf": [
@@ -322,6 +324,8 @@ TYPES = ("string", "number", "boolean", "null")
 SERVED = [
     {"type": "string", "pattern": "a+", "minLength": 2, "maxLength": 4},
     {"type": "string", "format": "date", "maxLength": 10},
+    {"type": "string", "format": "uri", "enum": ["none", "http://a.b/#c"]},
+    {"format": "date", "const": "soon"},
     {"type": "string", "pattern": r"^[\w\-[/]\d\S\D[^\s\d]\/\>\u00e9.$"},
     {"type": "string", "pattern": r"^[^\W\d]{2}\0?$"},
     {"type": "string", "pattern": "^$"},
