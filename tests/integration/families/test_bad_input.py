@@ -256,6 +256,8 @@ def test_an_sdar_of_other_blocks(tmp_path: Path) -> None:
         # One for each way in which canvases lie.
         pytest.param(name, marks=() if name in ("sdar", "nemotron", "llada") else pytest.mark.slow)
         for name in CASES
+        # Its files are A2D's.
+        if not name.startswith("mdlm")
     ],
 )
 def test_tensors(family: str, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.support.families.model import END_IDS, Maker, TinyModel
+from tests.support.families.published import files_of
 
 
 def transformers_body(name: str) -> Callable[[dict[str, Any]], nn.Module]:
@@ -68,44 +69,17 @@ def _encoder_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
 sdar = Maker(
     transformers_body("Qwen3"),
     4,
-    {
-        "architectures": ["SDARForCausalLM"],
-        "auto_map": {
-            "AutoConfig": "configuration_sdar.SDARConfig",
-            "AutoModel": "modeling_sdar.SDARModel",
-            "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM",
-        },
-        "model_type": "sdar",
-        "head_dim": 32,
-        "attention_bias": False,
-        "rope_theta": 1000000,
-        "rope_scaling": None,
-        "sliding_window": None,
-        "use_sliding_window": False,
-    },
+    {"head_dim": 32},
     eos_token_id=list(END_IDS),
+    file=("JetLM/SDAR-8B-Chat",),
 )
 
 # SDAR-MoE: Qwen3-MoE, softmax routing with normalised weights.
 sdar_moe = replace(
     sdar,
     body=transformers_body("Qwen3Moe"),
-    config=sdar.config
-    | {
-        "architectures": ["SDARMoeForCausalLM"],
-        "auto_map": {
-            "AutoConfig": "configuration_sdar_moe.SDARMoeConfig",
-            "AutoModel": "modeling_sdar_moe.SDARMoeModel",
-            "AutoModelForCausalLM": "modeling_sdar_moe.SDARMoeForCausalLM",
-        },
-        "model_type": "sdar_moe",
-        "moe_intermediate_size": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    },
+    config=sdar.config | {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2},
+    file=("JetLM/SDAR-30B-A3B-Chat",),
     published=_one_tensor_per_expert,
 )
 
@@ -146,6 +120,7 @@ a2d = replace(
 a2d_qwen2 = replace(
     a2d,
     body=transformers_body("Qwen2"),
+    file=(),
     config={
         "architectures": ["A2DQwen2LMHeadModel"],
         "auto_map": {},
@@ -159,6 +134,7 @@ a2d_qwen2 = replace(
 a2d_llama = replace(
     a2d,
     body=transformers_body("Llama"),
+    file=(),
     config={
         "architectures": ["A2DLlamaLMHeadModel"],
         "auto_map": {},
@@ -175,31 +151,26 @@ a2d_llama = replace(
 fast_dllm = Maker(
     transformers_body("Qwen2"),
     32,
-    {
-        "architectures": ["Fast_dLLM_QwenForCausalLM"],
-        "auto_map": {
-            "AutoConfig": "configuration.Fast_dLLM_QwenConfig",
-            "AutoModel": "modeling.Fast_dLLM_QwenModel",
-            "AutoModelForCausalLM": "modeling.Fast_dLLM_QwenForCausalLM",
-        },
-        "model_type": "Fast_dLLM_Qwen",
-        "hidden_size": 128,
-        "rope_theta": 1000000.0,
-        "sliding_window": None,
-        "use_sliding_window": False,
-    },
+    {"hidden_size": 128},
     block_length_key="bd_size",
     eos_token_id=list(END_IDS),
+    file=("Efficient-Large-Model/Fast_dLLM_v2_7B",),
 )
 
 # What a trainer of its objective makes of a Qwen3: the autoregressive model's ``config.json``.
 fast_dllm_qwen3 = replace(
     sdar,
     block_length=32,
+    file=(),
     config={
-        name: value for name, value in sdar.config.items() if name not in ("auto_map", "model_type")
-    }
-    | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "mask_token_id": None},
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "mask_token_id": None,
+        "head_dim": 32,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
     block_length_key=None,
     eos_token_id=list(END_IDS),
 )
@@ -213,14 +184,10 @@ stable_diffcoder = Maker(
         "auto_map": {
             "AutoModelForCausalLM": "modeling_stable_diffcoder.StableDiffcoderForCausalLM"
         },
-        "model_type": "llama",
         "head_dim": 32,
-        "attention_bias": False,
-        "mlp_bias": False,
         "bos_token_id": 2,
-        "rope_theta": 500000.0,
-        "rope_scaling": None,
     },
+    file=("ByteDance-Seed/Stable-DiffCoder-8B-Instruct", "d0808fa"),
 )
 
 
@@ -294,37 +261,17 @@ illada = Maker(
 dream = Maker(
     transformers_body("Qwen2"),
     32,
-    {
-        "architectures": ["DreamModel"],
-        "auto_map": {
-            "AutoConfig": "configuration_dream.DreamConfig",
-            "AutoModel": "modeling_dream.DreamModel",
-        },
-        "model_type": "Dream",
-        "hidden_size": 128,
-        "rope_theta": 1000000.0,
-        "rope_scaling": None,
-        "sliding_window": None,
-        "use_sliding_window": False,
-    },
+    {"hidden_size": 128},
     block_length_key=None,
+    file=("Dream-org/Dream-v0-Instruct-7B",),
 )
 
 llada = Maker(
     transformers_body("Llama"),
     16,
-    {
-        "architectures": ["LLaDAModelLM"],
-        "auto_map": {
-            "AutoConfig": "configuration_llada.LLaDAConfig",
-            "AutoModel": "modeling_llada.LLaDAModelLM",
-            "AutoModelForCausalLM": "modeling_llada.LLaDAModelLM",
-        },
-        "model_type": "llada",
-        "num_key_value_heads": 4,
-        "rope_theta": 500000.0,
-    },
+    {"num_key_value_heads": 4},
     block_length_key=None,
+    file=("GSAI-ML/LLaDA-8B-Instruct",),
     published=LLaDA.published,
     kind=LLaDA,
 )
@@ -448,36 +395,12 @@ nemotron = Maker(
     transformers_body("Ministral3"),
     32,
     {
-        "architectures": ["NemotronLabsDiffusionModel"],
-        "auto_map": {
-            "AutoConfig": "configuration_nemotron_labs_diffusion.NemotronLabsDiffusionConfig",
-            "AutoModel": "modeling_nemotron_labs_diffusion.NemotronLabsDiffusionModel",
-        },
-        "model_type": "nemotron_labs_diffusion",
         "head_dim": 32,
-        "ar_loss_weight": 1.0,
-        "attention_bias": False,
-        "attn_implementation": "sdpa",
-        "bos_token_id": 2,
-        "dlm_loss_weight": None,
-        "dlm_paradigm": "bidirectional",
-        "dp_varying_mask_ratio": False,
         "max_position_embeddings": 256,
-        "mlp_bias": False,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1000000.0,
-            "factor": 16.0,
-            "original_max_position_embeddings": 16,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "llama_4_scaling_beta": 0.1,
-        },
-        "sliding_window": None,
+        "rope_parameters": files_of("nvidia/Nemotron-Labs-Diffusion-8B").config["rope_parameters"]
+        | {"original_max_position_embeddings": 16},
     },
+    file=("nvidia/Nemotron-Labs-Diffusion-8B",),
     published=_encoder_names,
     kind=Nemotron,
 )

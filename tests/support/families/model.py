@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from tests.support.families.published import files_of
 from vllm_diffusion.checkpoints import shipped_checkpoint
 
 VOCAB_SIZE = 320
@@ -36,8 +37,8 @@ ATTENTION_GAIN = 2.0
 EMBED_SCALE = 0.2
 _HEAD_NORMS = ("q_norm", "k_norm", "query_layernorm", "key_layernorm")
 
-# Keys of ``config.json``. Three of the published files have no ``mask_token_id``, and no
-# publisher's code has 4 as its default.
+# Sizes, and ids of the toys' vocabulary. Published files of SDAR, LLaDA2 and Fast-dLLM v2 have no
+# ``mask_token_id``, and no publisher's code has 4 as its default.
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 96,
@@ -53,8 +54,12 @@ _COMMON: dict[str, Any] = {
     "mask_token_id": MASK_ID,
     "bos_token_id": END_IDS[0],
     "eos_token_id": END_IDS[0],
+    "pad_token_id": 0,
     "torch_dtype": "float32",
 }
+# Fields of published files that say what a toy's ``torch_dtype`` does, by what it was saved, or one
+# thing for each layer.
+_NOT_TAKEN = ("dtype", "transformers_version", "_name_or_path", "layer_types")
 
 
 class TinyModel:
@@ -138,7 +143,9 @@ class Maker:
     Attributes:
         body: Makes it of the content of ``config.json``.
         block_length: Of a model that is made without one, as published.
-        config: Keys of ``config.json`` besides those of all families.
+        config: Sizes in ``config.json`` besides those of all families; where no file was found, its
+            other keys too.
+        file: Id of the checkpoint whose published ``config.json`` it begins from, and revision.
         block_length_key: What ``config.json`` calls the block's length; ``None`` where it has none.
         eos_token_id: In ``generation_config.json``.
         published: From the body's names of tensors to the checkpoint's.
@@ -152,6 +159,7 @@ class Maker:
     eos_token_id: int | list[int] = END_IDS[0]
     published: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
     kind: type[TinyModel] = TinyModel
+    file: tuple[str, ...] = ()
 
     def __call__(
         self,
@@ -163,7 +171,9 @@ class Maker:
     ) -> Any:
         """One with random weights, where ``sizes`` replace those in ``config.json``."""
         block_length = block_length or self.block_length
-        config = _COMMON | self.config | sizes
+        found = files_of(*self.file).config if self.file else {}
+        taken = {name: value for name, value in found.items() if name not in _NOT_TAKEN}
+        config = taken | _COMMON | self.config | sizes
         if self.block_length_key:
             config[self.block_length_key] = block_length
         model = self.kind(self, config, block_length)
