@@ -100,7 +100,12 @@ class TinyModel:
             shutil.copy(shipped_checkpoint() / name, folder / name)
         (folder / "config.json").write_text(json.dumps(self.config, indent=2))
         (folder / "generation_config.json").write_text(json.dumps(self.generation_config, indent=2))
-        tensors = {name: tensor.contiguous() for name, tensor in self.tensors().items()}
+        is_tied = self.config.get("tie_word_embeddings")
+        tensors = {
+            name: tensor.contiguous()
+            for name, tensor in self.tensors().items()
+            if not (is_tied and name == "lm_head.weight")
+        }
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         return folder
 

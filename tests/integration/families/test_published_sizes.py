@@ -1,0 +1,165 @@
+"""At the width that is published, the engine's tokens are those of the published loop, on both
+sides of each length that the checkpoint's file names.
+
+Weights are random, of two layers, or of all where that is a small model. The loops are those that
+``tests/publishers`` holds to the publishers' own; the layers are ``transformers``' or this
+package's second implementation of LLaDA2's.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.engines.engine import TracedEngine
+from tests.support.families import dream, run
+from tests.support.families import makers as tiny
+from tests.support.families.cases import CASES, Case, Wanted, expected
+from tests.support.families.makers import LLaDA
+from tests.support.families.model import MASK_ID, prompt_of
+from tests.support.families.published import files_of
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+# Fields that decide shapes, positions and the choice of experts.
+SIZES = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "max_position_embeddings", "tie_word_embeddings", "rotary_dim"),
+    *("moe_intermediate_size", "num_experts", "num_experts_per_tok", "n_group", "topk_group"),
+    *("sliding_window", "max_window_layers", "rope_parameters", "rms_norm_eps"),
+)
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A checkpoint at its published width.
+
+    Attributes:
+        case: Name in ``CASES``.
+        file: Its id, and revision.
+        lengths: Tokens of prompts.
+        num_layers: Of the model; ``None`` for all.
+        sizes: Other sizes than those of the file.
+        max_tokens: Tokens of answers.
+    """
+
+    case: str
+    file: tuple[str, ...]
+    lengths: Sequence[int]
+    num_layers: int | None = 2
+    sizes: tuple[tuple[str, Any], ...] = ()
+    max_tokens: int = 24
+
+
+# 2,048 rows are a chunk of a prompt on a CPU.
+SIZED = [
+    Sized("sdar", ("JetLM/SDAR-1.7B-Chat",), (30, 2100)),
+    Sized("sdar-moe", ("JetLM/SDAR-30B-A3B-Chat",), (30, 1000)),
+    # The sliding_window of its file, which no layer has, is 4,096.
+    Sized("llada2.0", ("inclusionAI/LLaDA2.0-mini",), (30, 4040, 4200)),
+    Sized("llada2.1", ("inclusionAI/LLaDA2.1-mini",), (30, 4040, 4200)),
+    Sized(
+        "stable-diffcoder", ("ByteDance-Seed/Stable-DiffCoder-8B-Instruct", "d0808fa"), (30, 2100)
+    ),
+    # Its max_sequence_length is 4,096.
+    Sized("llada", ("GSAI-ML/LLaDA-8B-Instruct",), (30, 4064), max_tokens=32),
+    # Its original_max_position_embeddings are 16,384, from which queries are scaled.
+    Sized("nemotron", ("nvidia/Nemotron-Labs-Diffusion-3B",), (30, 16370, 16420), max_tokens=8),
+    Sized("fast-dllm", ("Efficient-Large-Model/Fast_dLLM_v2_1.5B",), (30, 700), num_layers=None),
+    # Its file was not found whole; it is Qwen3-0.6B's body.
+    Sized(
+        "a2d",
+        ("dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1",),
+        (30, 700),
+        num_layers=None,
+        sizes=(
+            *(("hidden_size", 1024), ("intermediate_size", 3072), ("head_dim", 128)),
+            *(("num_attention_heads", 16), ("num_key_value_heads", 8)),
+            *(("max_position_embeddings", 40960), ("num_hidden_layers", 28)),
+        ),
+    ),
+]
+
+
+def published_sizes(file: Sequence[str], num_layers: int | None, **sizes: Any) -> dict[str, Any]:
+    """Return the sizes of a published ``config.json``, by the names of a Llama."""
+    own = {theirs: name for name, theirs in LLaDA.fields.items()}
+    found = {own.get(name, name): value for name, value in files_of(*file).config.items()}
+    taken = {name: value for name, value in found.items() if name in (*SIZES, "num_hidden_layers")}
+    return taken | sizes | ({} if num_layers is None else {"num_hidden_layers": num_layers})
+
+
+def asked(length: int, max_tokens: int) -> tuple[list[int], Wanted]:
+    """Return a prompt and what its request sets: few passes, since each runs the whole loop."""
+    return prompt_of(length, seed=length), Wanted(max_tokens=max_tokens, threshold=0.02)
+
+
+@pytest.mark.parametrize("sized", SIZED, ids=lambda sized: sized.file[0].split("/")[1])
+def test_published_width(sized: Sized, tmp_path: Path) -> None:
+    """Greedy tokens of a model of published width are the published loop's, for prompts on both
+    sides of the limits in its file, in one batch.
+    """
+    case: Case = CASES[sized.case]
+    sizes = published_sizes(sized.file, sized.num_layers, **dict(sized.sizes))
+    model = case.make(sharpness=12.0, **sizes)
+    config = getattr(model.body, "config", None)
+    if hasattr(config, "_attn_implementation"):
+        # Eager attention keeps all weights of a long prompt.
+        config._attn_implementation = "sdpa"
+    requests = [asked(length, sized.max_tokens) for length in sized.lengths]
+    with torch.inference_mode():
+        wanted = [expected(case, model, prompt, one).tokens for prompt, one in requests]
+    folder = model.save(tmp_path / sized.file[0].split("/")[1])
+    del model
+    gc.collect()
+    longest = max(sized.lengths) + 2 * sized.max_tokens
+    room = min(-(-longest // 64) * 64, sizes["max_position_embeddings"])
+    options = {"max_model_len": room, "max_num_seqs": 3} | case.options
+    with TracedEngine(folder, **options) as engine:
+        outputs = engine.outputs(
+            [prompt for prompt, _ in requests], [one.sampling_params() for _, one in requests]
+        )
+    found = [list(output.outputs[0].token_ids) for output in outputs]
+    assert found == wanted
+    print(f"{sized.file[0]}: {sum(map(len, found))} tokens equal after {list(sized.lengths)}")
+    assert len({token for tokens in wanted for token in tokens}) > sum(map(len, wanted)) // 3
+
+
+def test_published_width_of_dream(tmp_path: Path) -> None:
+    """The same of Dream, whose loop has settings of its own."""
+    from vllm import SamplingParams
+
+    file, num_tokens = "Dream-org/Dream-v0-Instruct-7B", 24
+    model = tiny.dream(sharpness=12.0, **published_sizes((file,), 2))
+    model.body.config._attn_implementation = "sdpa"
+    prompts = [prompt_of(length, seed=length) for length in (30, 1900)]
+    own = {"alg": "entropy", "steps": 6}
+    with torch.inference_mode():
+        wanted = [
+            dream.generate(
+                run.suppress(model, [MASK_ID]), prompt, max_new_tokens=num_tokens, **own
+            ).tokens
+            for prompt in prompts
+        ]
+    folder = model.save(tmp_path)
+    del model
+    gc.collect()
+    arguments = {"diffusion_algorithm": "entropy", "diffusion_max_steps": 6}
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=num_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args=arguments,
+    )
+    with TracedEngine(folder, max_num_seqs=2) as engine:
+        outputs = engine.outputs(prompts, [params] * 2)
+    found = [list(output.outputs[0].token_ids) for output in outputs]
+    assert found == [tokens[:num_tokens] for tokens in wanted]
+    print(f"{file}: {sum(map(len, found))} tokens equal after [30, 1900]")
