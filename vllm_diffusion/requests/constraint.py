@@ -7,15 +7,15 @@ endpoint the constraint came by.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 import re
 from typing import Any
 
 from vllm_diffusion.requests import bounds
-from vllm_diffusion.requests.guidance import GUIDANCE, guidance_problem, reading_threads
+from vllm_diffusion.requests.guidance import GUIDANCE
 from vllm_diffusion.requests.json_schema import SchemaError, guided_schema, json_text
+from vllm_diffusion.requests.readers import Reading, guidance_problem, read_aside
 from vllm_diffusion.requests.refusals import refuse
 from vllm_diffusion.requests.tags import written_tag
 from vllm_diffusion.requests.tool_calls.tag_grammar import tag_grammar
@@ -33,7 +33,7 @@ _WHITE_SPACE = re.compile(r"(?:[ \t\r\n]|\\[sntr]|[\[\])?*+|]|\((?:\?:)?|\{[0-9]
 def read_constraint(constraint: Any, config: Any) -> None:
     """Write a request's constraint as its back end follows it, or refuse it.
 
-    The work is done once, also where the parameters are used again, in a thread with room for it.
+    The work is done once, also where the parameters are used again.
 
     Args:
         constraint: vLLM's ``StructuredOutputsParams``, changed in place; ``None`` for none.
@@ -43,13 +43,14 @@ def read_constraint(constraint: Any, config: Any) -> None:
         VLLMValidationError: Naming the field; the server answers 400.
     """
     if constraint is not None and not _is_read(constraint):
-        reading_threads().submit(_read, constraint, config).result()
+        with Reading():
+            _read(constraint, config)
 
 
 async def read_constraint_aside(constraint: Any, config: Any) -> None:
     """As :func:`read_constraint`, while the event loop serves others."""
     if constraint is not None and not _is_read(constraint):
-        await asyncio.wrap_future(reading_threads().submit(_read, constraint, config))
+        await read_aside(_read, constraint, config)
 
 
 def _is_read(constraint: Any) -> bool:

@@ -1,8 +1,8 @@
 """llguidance, which compiles JSON schemas, expressions, choices and Lark grammars: what it is given
 and refuses.
 
-Both processes use it: the API process to refuse what it does not follow, the engine to follow the
-rest.
+Both processes use it: the API process to refuse what it does not follow, in processes that it can
+give up (``readers.py``), the engine to follow the rest.
 """
 
 from __future__ import annotations
@@ -10,41 +10,10 @@ from __future__ import annotations
 import functools
 import json
 import re
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 GUIDANCE = "guidance"
-# llguidance goes down a chain of references in its own stack: the longest that 6,000 objects make
-# needs between 16 and 32 MB, where a thread's usual 8 MB end the process.
-_STACK_BYTES = 128 * 2**20
 _MOST_OF_A_REASON = 300
-
-
-def deep_threads(count: int, name: str) -> ThreadPoolExecutor:
-    """Make threads whose stacks hold what llguidance needs for the longest chain of references.
-
-    Args:
-        count: Number of threads; all begin at once.
-        name: Beginning of their names.
-    """
-    threads = ThreadPoolExecutor(count, thread_name_prefix=name)
-    all_there = threading.Barrier(count)
-    usual = threading.stack_size(_STACK_BYTES)
-    try:
-        begun = [threads.submit(all_there.wait) for _ in range(count)]
-    finally:
-        threading.stack_size(usual)
-    for thread in begun:
-        thread.result()
-    return threads
-
-
-@functools.cache
-def reading_threads() -> ThreadPoolExecutor:
-    """Return the threads that read constraints and tools, while the event loop serves others."""
-    # Two, so that a large schema does not hold up a small one.
-    return deep_threads(2, "constraint")
 
 
 def guidance_grammar(kind: str, text: str) -> str:
@@ -70,10 +39,11 @@ def guidance_grammar(kind: str, text: str) -> str:
     return grammar_from("lark" if kind == "grammar" else kind, text)  # type: ignore[arg-type]
 
 
-def guidance_problem(kind: str, text: str) -> str | None:
+def compile_problem(kind: str, text: str) -> str | None:
     """Return why llguidance does not follow a constraint, in one line; ``None`` if it does.
 
-    Besides compiling it, a token is read and taken back, as canvases need it.
+    Besides compiling it, a token is read and taken back, as canvases need it. It takes as long as
+    it takes: of what a client sent, ``readers.py`` asks.
     """
     from llguidance import LLMatcher
 

@@ -33,6 +33,7 @@ from vllm_diffusion.requests.arguments import PREFIX
 from vllm_diffusion.requests.constraint import read_constraint_aside
 from vllm_diffusion.requests.first_errors import stop_at_first_errors
 from vllm_diffusion.requests.refusals import failing_aloud, one_line, refuse
+from vllm_diffusion.requests.validation import giving_pictures_back
 from vllm_diffusion.startup.plan import spec_of
 
 logger = init_logger(f"vllm.{__name__}")
@@ -469,6 +470,6 @@ class CheckedClient(AsyncLLM):
         self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
         constraint = getattr(params, "structured_outputs", None)
-        with failing_aloud():
+        with giving_pictures_back(self.renderer, prompt), failing_aloud():
             await read_constraint_aside(constraint, self.vllm_config.structured_outputs_config)
         return await super().add_request(request_id, prompt, params, *args, **kwargs)

@@ -16,7 +16,7 @@ from decimal import Decimal
 from typing import Any
 
 from vllm_diffusion.requests import bounds
-from vllm_diffusion.requests.guidance import guidance_problem
+from vllm_diffusion.requests.readers import GIVEN_UP, guidance_problem
 from vllm_diffusion.requests.string_formats import FORMATS
 
 # Keywords that limit no value by themselves; any other key that is not below is no keyword.
@@ -526,7 +526,7 @@ def large_integer(part: Mapping[str, Any], most: int = _MOST_LISTED) -> str | No
 def _place_of_problem(plain: dict[str, Any], problem: str) -> str:
     """Return the place of the innermost schema in which llguidance finds a problem."""
     parts = parts_of(plain)
-    if len(parts) > _MOST_SEARCHED:
+    if len(parts) > _MOST_SEARCHED or problem == GIVEN_UP:
         return "#"
     shared = {key: plain[key] for key in ("$defs", "definitions") if key in plain}
     found = plain

@@ -7,6 +7,7 @@ and, for a transfer that does not fit, the scheduler.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -79,7 +80,7 @@ def _checking_canvases(
     unaware.generation_config_fields = with_end_texts(
         self.generation_config_fields, plan.spec, self.tokenizer
     )
-    try:
+    with giving_pictures_back(self.renderer, prompt):
         with failing_aloud():
             token_ids = (
                 prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
@@ -96,10 +97,23 @@ def _checking_canvases(
                 if arguments_of(params).predicts_prompt:
                     _check_predicted(len(token_ids))
         return stock(unaware, request_id, prompt, params, *args, **kwargs)
-    except Exception:
-        # The next request with the same picture would leave it out, as one that the engine has.
+
+
+@contextlib.contextmanager
+def giving_pictures_back(renderer: Any, prompt: Any) -> Iterator[None]:
+    """Have a request that fails in the block leave no picture that is believed to be with the
+    engine: the next request with the same picture would not send it.
+
+    Args:
+        renderer: vLLM's renderer, which keeps what was prepared.
+        prompt: The request's prompt; rendered, it names its pictures.
+    """
+    try:
+        yield
+    # Also where the client has left.
+    except BaseException:
         hashes = prompt.get("mm_hashes", {}) if isinstance(prompt, Mapping) else {}
-        self.renderer.queue_mm_cache_invalidations(
+        renderer.queue_mm_cache_invalidations(
             [mm_hash for of_kind in hashes.values() for mm_hash in of_kind]
         )
         raise

@@ -23,7 +23,12 @@ from vllm.v1.structured_output.backend_types import StructuredOutputGrammar, Str
 from vllm.v1.structured_output.utils import strip_speculative_padding
 
 from vllm_diffusion.requests.arguments import end_token_ids
-from vllm_diffusion.requests.guidance import GUIDANCE, deep_threads, guidance_grammar
+from vllm_diffusion.requests.guidance import GUIDANCE, guidance_grammar
+from vllm_diffusion.requests.threads import LeavableThreads
+
+# Until a request whose grammar is not compiled ends with an error. The API process has refused
+# what takes llguidance 5 s; xgrammar's work grows with the vocabulary too.
+MOST_SECONDS = 60.0
 
 
 class EngineGrammars(StructuredOutputManager):
@@ -44,7 +49,8 @@ class EngineGrammars(StructuredOutputManager):
         if hasattr(manager, "executor"):
             manager.executor.shutdown()
             # As many as vLLM has.
-            manager.executor = deep_threads(max(1, ((os.cpu_count() or 1) + 1) // 2), "grammar")
+            count = max(1, ((os.cpu_count() or 1) + 1) // 2)
+            manager.executor = LeavableThreads(count, "grammar", MOST_SECONDS)
 
     def grammar_init(self, request: Request) -> None:
         name = _back_end_name(request)

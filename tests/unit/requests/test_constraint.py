@@ -19,7 +19,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_diffusion.requests import bounds, constraint
 from vllm_diffusion.requests.constraint import read_constraint
-from vllm_diffusion.requests.guidance import deep_threads, guidance_grammar
+from vllm_diffusion.requests.guidance import guidance_grammar
 from vllm_diffusion.requests.json_schema import (
     CONSTRAINING,
     NOTES,
@@ -27,6 +27,7 @@ from vllm_diffusion.requests.json_schema import (
     guided_schema,
     plain_schema,
 )
+from vllm_diffusion.requests.threads import LeavableThreads
 
 pytestmark = pytest.mark.engine
 
@@ -263,7 +264,7 @@ def test_longest_chain_of_references(link: str) -> None:
     def compiled() -> Any:
         return LLMatcher(LLTokenizer("byte"), guidance_grammar("json", text), log_level=0)
 
-    matcher = deep_threads(1, "test").submit(compiled).result()
+    matcher = LeavableThreads(1, "test").submit(compiled).result()
     assert not matcher.get_error()
     del matcher
 

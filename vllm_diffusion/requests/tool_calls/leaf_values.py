@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from decimal import ROUND_FLOOR, Context, Decimal
 from typing import Any
 
-from vllm_diffusion.requests.guidance import guidance_problem
+from vllm_diffusion.requests.readers import guidance_problem
 
 # Python reads no integer beyond 4,300 digits and no number beyond 1e308; both of these are exact as
 # doubles.

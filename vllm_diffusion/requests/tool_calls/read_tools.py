@@ -7,7 +7,6 @@ answer that it reads.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 from collections.abc import Mapping
@@ -15,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vllm_diffusion.requests import bounds
-from vllm_diffusion.requests.guidance import reading_threads
 from vllm_diffusion.requests.json_schema import SchemaError, json_text
+from vllm_diffusion.requests.readers import Reading, read_aside
 from vllm_diffusion.requests.tool_calls.schema_reader import ToolSchemaError, read_arguments
 from vllm_diffusion.requests.tool_calls.value_forms import ANYTHING, Members
 
@@ -57,7 +56,7 @@ def read_tools(tools: list[Any]) -> Mapping[str, ReadTool]:
 async def read_tools_aside(tools: list[Any] | None) -> None:
     """Read the tools of a request in a thread, so that :func:`read_tools` has them at hand."""
     if tools:
-        await asyncio.wrap_future(reading_threads().submit(read_tools, tools))
+        await read_aside(read_tools, tools)
 
 
 class _Function(NamedTuple):
@@ -89,7 +88,8 @@ def _written(function: Any) -> _Function:
 
 @functools.lru_cache(maxsize=_MOST_REMEMBERED)
 def _read(functions: tuple[_Function, ...]) -> Mapping[str, ReadTool]:
-    return {function.name: _read_one(function) for function in functions}
+    with Reading():
+        return {function.name: _read_one(function) for function in functions}
 
 
 def _read_one(function: _Function) -> ReadTool:

@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from vllm_diffusion.requests.guidance import guidance_problem
 from vllm_diffusion.requests.json_schema import SchemaError, guided_schema
+from vllm_diffusion.requests.readers import guidance_problem
 from vllm_diffusion.requests.tool_calls.leaf_values import escaped
 
 # The first line of a grammar in Lark; its next line has the rule that it begins with.
