@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -36,6 +36,7 @@ from vllm_diffusion.live.streamed_parser import following_whole_answers
 from vllm_diffusion.live.watch import Inbox, items_of
 from vllm_diffusion.metrics import ANSWER
 from vllm_diffusion.requests.arguments import parse_shown
+from vllm_diffusion.requests.constraint import read_constraint_aside
 from vllm_diffusion.requests.http import (
     DETAILS,
     BoundedPrompts,
@@ -72,11 +73,35 @@ class _ParametersFirst(OpenAIServingChat):
         if not request.use_beam_search:
             self._check_parameters(request)
         await read_tools_aside(request.tools)
+        if _has_media(request.messages):
+            await self._read_constraint(request)
         return await super().render_chat_request(request)
+
+    async def _read_constraint(self, chat: Any) -> None:
+        """Read the constraint of a chat, and that of its tools.
+
+        Read after the pictures, one that is refused would leave them with no engine, and while one
+        is read other requests with the same picture would be sent without it.
+        """
+        tokenizer = self.renderer.tokenizer
+        if chat.tools and self.parser_cls is not None and tokenizer is not None:
+            # The parser writes into its request.
+            copy = chat.model_copy()
+            chat = self._make_parser(copy, tokenizer, None).adjust_request(copy)
+        params = chat.to_sampling_params(1, self.default_sampling_params)
+        config = self.engine_client.vllm_config.structured_outputs_config
+        await read_constraint_aside(params.structured_outputs, config)
 
     def _check_parameters(self, chat: Any) -> None:
         most = chat.max_completion_tokens or chat.max_tokens
         chat.to_sampling_params(most, self.default_sampling_params)
+
+
+def _has_media(messages: Any) -> bool:
+    """Return true if some message has a part that is not text."""
+    contents = (message.get("content") for message in messages if isinstance(message, Mapping))
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return any(isinstance(part, Mapping) and part.get("type") != "text" for part in parts)
 
 
 class ChatWithFrames(_ParametersFirst):
@@ -216,7 +241,10 @@ class ResponsesWithoutFrames(OpenAIServingResponses):
     async def create_responses(self, request: Any, raw_request: Any = None) -> Any:
         _refuse_frames(request, self.model_config)
         # As for chats, before pictures are processed.
-        request.to_sampling_params(self.model_config.max_model_len, self.default_sampling_params)
+        most = self.model_config.max_model_len
+        params = request.to_sampling_params(most, self.default_sampling_params)
+        config = self.engine_client.vllm_config.structured_outputs_config
+        await read_constraint_aside(params.structured_outputs, config)
         await read_tools_aside(request.tools)
         response = await super().create_responses(request, raw_request)
         # Where a stream has begun, a refusal comes too late for its status.
