@@ -13,6 +13,8 @@ with the settings of ``engines/hf/runner.py``: 32 steps, temperature 1, threshol
 - Any ``max_tokens`` is served, and the last block is as short as what is left of the answer; there
   one that is no multiple of 32 is refused, and ``engines/nano_dvlm`` writes whole blocks, beyond
   it.
+- A transparent picture is laid on white; there its transparency is dropped, and the colour below
+  shows.
 - An answer ends with its first end token; there with the first ``<|endoftext|>``, or else
   ``<|im_end|>``, after whose block the loop ends, and the runner cuts what is printed at the first
   of both. The texts are of one token each, which end an answer here too, whatever
