@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.engines.engine import TracedEngine
 from tests.support.families.published import (
     INDEX,
     Expected,
@@ -75,6 +76,53 @@ def test_what_comes_out(row: Expected, tmp_path: Path) -> None:
         found["ends"] = [] if end is None else [end]
     wanted.pop("parsers", None)
     assert found == wanted
+
+
+# One of each family, without those whose first layers take more memory than a small machine has.
+ENGINES = {row.values["architecture"]: row for row in expected() if "flash" not in row.id}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ENGINES.values(), ids=name_of)
+def test_two_layers_answer(row: Expected, tmp_path: Path) -> None:
+    """An engine of two layers of published width, with dummy weights in the published dtype,
+    answers with tokens that are no masks.
+    """
+    from vllm import SamplingParams
+
+    def with_two_layers(config: dict[str, Any]) -> dict[str, Any]:
+        layers = {"num_hidden_layers": 2, "n_layers": 2}
+        changed = config | {name: layers[name] for name in config if name in layers}
+        if "layer_types" in config:
+            changed["layer_types"] = [config["layer_types"][0], config["layer_types"][-1]]
+        if "text_config" in config:
+            changed["text_config"] = with_two_layers(config["text_config"])
+        return changed
+
+    files = dict(row.files.files) | {"config.json": with_two_layers(row.files.config)}
+    folder = PublishedFiles(row.id, "", files, {}).write(tmp_path)
+    options = {"language_model_only": True} if "text_config" in files["config.json"] else {}
+    with TracedEngine(
+        folder,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=256,
+        max_num_seqs=2,
+        **options,
+    ) as engine:
+        params = SamplingParams(
+            max_tokens=16,
+            temperature=0,
+            ignore_eos=True,
+            detokenize=False,
+            seed=1,
+            extra_args={"diffusion_max_steps": 4},
+        )
+        (output,) = engine.outputs([list(range(1000, 1040))], [params])
+    tokens = list(output.outputs[0].token_ids)
+    assert len(tokens) == 16
+    assert row.values.get("mask") not in tokens
 
 
 def test_each_value_has_a_source() -> None:

@@ -260,7 +260,9 @@ def options_of(order: str, num_ranks: int, ways: Sequence[str] = ()) -> list[str
     options += ["--max-model-len", "512", "--kv-cache-memory-bytes", str(5 * 1024**2 // 4)]
     options += ["--async-scheduling" if order == "async" else "--no-async-scheduling"]
     if ways:
-        options += ["--additional-config", json.dumps({"diffusion": {"rules": ways}})]
+        # Beside one another, since each way has protections of its own.
+        diffusion = {"rules": ways, "never_empty": True}
+        options += ["--additional-config", json.dumps({"diffusion": diffusion})]
     return [*options, "--tensor-parallel-size", str(num_ranks)]
 
 
