@@ -143,9 +143,11 @@ def _by_model_type() -> dict[str, tuple[str, ...]]:
     architectures: dict[str, tuple[str, ...]] = {}
     for family in FAMILIES:
         if family.config is not None:
-            served = (family.architecture,) if family in FAMILIES else ()
             model_type = imported(family.config).model_type
-            architectures[model_type] = architectures.get(model_type, ()) + served
+            architectures[model_type] = (
+                *architectures.get(model_type, ()),
+                family.architecture,
+            )
     return architectures
 
 
