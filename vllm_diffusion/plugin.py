@@ -82,13 +82,12 @@ def _register_shared() -> Exception | None:
         early_checks.note_command_line()
         ToolParserManager.register_lazy_module("gemma4", *_TOOL_PARSER.split(":"))
         options.install(
-            [family.architecture for family in FAMILIES],
-            _by_model_type(),
-            {
-                family.published_as: family.architecture
-                for family in FAMILIES
-                if family.published_as
-            },
+            options.ServedNames(
+                frozenset(family.architecture for family in FAMILIES),
+                _by_model_type(),
+                {one.published_as: one.architecture for one in FAMILIES if one.published_as},
+                {one.text_model: one.architecture for one in FAMILIES if one.text_model},
+            )
         )
     except Exception as error:
         return error
