@@ -32,7 +32,11 @@ from vllm_diffusion.startup.environment import (
     limit_answers,
     limit_pictures,
 )
-from vllm_diffusion.startup.machine import checkpoint_bytes, is_vllm_cpu_build
+from vllm_diffusion.startup.machine import (
+    check_shared_memory,
+    checkpoint_bytes,
+    is_vllm_cpu_build,
+)
 from vllm_diffusion.startup.mask_token import warn_of_another_mask
 from vllm_diffusion.startup.measured_backends import choose_backends
 from vllm_diffusion.startup.options import check_options, choose_worker
@@ -568,6 +572,7 @@ def _check_installation(failure: Exception | None) -> None:
         )
     if problem is not None:
         raise ValueError(problem)
+    check_shared_memory()
 
 
 def _check_spec(spec: CanvasSpec, model_config: ModelConfig, backend: str, own: str) -> None:
