@@ -184,6 +184,20 @@ def test_stacked_experts_of_dfactory(tmp_path: Path) -> None:
         load(changed(stacked, tmp_path / "short", shorten))
 
 
+def test_head_of_tied_embeddings(tmp_path: Path) -> None:
+    """An A2D whose file has a head beside tied embeddings answers as one without it."""
+
+    def tie(config: dict[str, Any]) -> None:
+        config["tie_word_embeddings"] = True
+
+    def with_head(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    source = tiny.a2d().save(tmp_path / "a2d")
+    plain = changed(source, tmp_path / "plain", lambda t: t.pop("lm_head.weight", None), tie)
+    assert answer_of(changed(plain, tmp_path / "head", with_head)) == answer_of(plain)
+
+
 def answer_of(checkpoint: Path) -> list[int]:
     """Return the tokens of one answer."""
     with TracedEngine(checkpoint, max_model_len=256) as engine:
