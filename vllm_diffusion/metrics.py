@@ -270,8 +270,6 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
         (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120),
     ),
 }
-# Names of release 0.1, which dashboards may have.
-_OLD_NAMES = {"canvas_seconds": "seconds_per_canvas"}
 
 
 @cache
@@ -295,13 +293,9 @@ def instruments() -> tuple[dict[str, Counter], dict[str, Histogram]]:
         "Verifications that kept the drafted token at a position, after the certain first one.",
         [*labels, "position"],
     )
-    described = _HISTOGRAMS | {
-        old: (f"{_HISTOGRAMS[name][0]} Now {name}; this name goes with 0.2.", _HISTOGRAMS[name][1])
-        for name, old in _OLD_NAMES.items()
-    }
     return counters, {
         name: Histogram(f"vllm_diffusion:{name}", text, labels, buckets=buckets)
-        for name, (text, buckets) in described.items()
+        for name, (text, buckets) in _HISTOGRAMS.items()
     }
 
 
@@ -415,7 +409,6 @@ class DiffusionStatLogger(StatLoggerBase):
                 "tokens_per_pass": canvas.tokens / canvas.passes,
                 "canvas_seconds": canvas.microseconds / 1e6,
             }
-            observed |= {old: observed[name] for name, old in _OLD_NAMES.items()}
             for name, value in observed.items():
                 self._histograms[name].labels(*labels).observe(value)
             if self._verifies[canvas.way]:

@@ -82,13 +82,12 @@ def _register_shared() -> Exception | None:
         early_checks.note_command_line()
         ToolParserManager.register_lazy_module("gemma4", *_TOOL_PARSER.split(":"))
         options.install(
-            [family.architecture for family in FAMILIES],
-            _by_model_type(),
-            {
-                family.published_as: family.architecture
-                for family in FAMILIES
-                if family.published_as
-            },
+            options.ServedNames(
+                frozenset(family.architecture for family in FAMILIES),
+                _by_model_type(),
+                {one.published_as: one.architecture for one in FAMILIES if one.published_as},
+                {one.text_model: one.architecture for one in FAMILIES if one.text_model},
+            )
         )
     except Exception as error:
         return error
@@ -143,9 +142,11 @@ def _by_model_type() -> dict[str, tuple[str, ...]]:
     architectures: dict[str, tuple[str, ...]] = {}
     for family in FAMILIES:
         if family.config is not None:
-            served = (family.architecture,) if family in FAMILIES else ()
             model_type = imported(family.config).model_type
-            architectures[model_type] = architectures.get(model_type, ()) + served
+            architectures[model_type] = (
+                *architectures.get(model_type, ()),
+                family.architecture,
+            )
     return architectures
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -62,6 +64,18 @@ def test_refused(row: dict[str, Any], tmp_path: Path, monkeypatch: pytest.Monkey
     message = refusal_of_row(row, checkpoint)
     assert "\n" not in message
     assert message.endswith(".")
+
+
+def test_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose /dev/shm cannot be written is refused by the folder's name."""
+
+    def lock(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(multiprocessing.context.SpawnContext, "Lock", lock)
+    message = refusal(SHIPPED)
+    assert "in /dev/shm (Read-only file system)" in message
+    assert "--shm-size" in message
 
 
 @pytest.mark.slow

@@ -7,13 +7,22 @@ for how many canvases: ``runner/model_state.py``; which sizes of the backbone vL
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
 from collections.abc import Callable
 from functools import partial, update_wrapper
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils._pytree import tree_leaves
+
+logger = logging.getLogger("vllm.vllm_diffusion")
+
+# Why a compiler cannot write its cache.
+_UNWRITABLE = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)))
 
 # What the driver keeps of a graph besides its tensors; vLLM counts at least as much of its own.
 BYTES_OF_A_GRAPH = 2**20
@@ -120,7 +129,42 @@ def compiled(
     """
     if backend is None:
         return function
-    return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+    return _or_eager(
+        torch.compile(function, fullgraph=True, dynamic=False, backend=backend), function
+    )
+
+
+def _or_eager(
+    run: Callable[Arguments, Result], function: Callable[Arguments, Result]
+) -> Callable[Arguments, Result]:
+    """Return a function that calls ``run``, and ``function`` once the compiler cannot write.
+
+    A call compiles before it computes anything, so the same inputs can be given to the function
+    itself.
+
+    Args:
+        run: The compiled function.
+        function: The same one as it is.
+    """
+    chosen = run
+
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        nonlocal chosen
+        try:
+            return chosen(*args, **kwargs)
+        except BackendCompilerFailed as error:
+            if not any(reason in str(error) for reason in _UNWRITABLE):
+                raise
+            chosen = function
+            logger.warning(
+                "%s runs uncompiled, and slower, until this server ends: torch.compile cannot write its files "
+                "(%s). Give TORCHINDUCTOR_CACHE_DIR and TMPDIR a folder with room, and start again.",
+                getattr(function, "__qualname__", function),
+                error.inner_exception,
+            )
+            return function(*args, **kwargs)
+
+    return call
 
 
 def compiled_by_rows(function: Callable[..., Result], backend: str | None) -> Callable[..., Result]:
@@ -136,7 +180,7 @@ def compiled_by_rows(function: Callable[..., Result], backend: str | None) -> Ca
     """
     if backend is None:
         return function
-    run = torch.compile(function, fullgraph=True, backend=backend)
+    run = _or_eager(torch.compile(function, fullgraph=True, backend=backend), function)
 
     def call(*by_row: Any, **others: Any) -> Result:
         # The compiler takes 0 and 1 for constants: such calls are too rare to compile for in the

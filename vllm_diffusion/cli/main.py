@@ -9,7 +9,6 @@ from importlib.metadata import version
 from vllm_diffusion.checkpoints import InstallationError
 from vllm_diffusion.cli import chat, checkpoint, demo, doctor, models, serve_page
 from vllm_diffusion.cli.console import CommandError, fail
-from vllm_diffusion.cli.gone import what_is_gone
 from vllm_diffusion.cli.values import Parser, UsageError
 from vllm_diffusion.hooks.own_entry_points import own_entry_points
 from vllm_diffusion.startup.environment import compile_once
@@ -42,8 +41,6 @@ def main(argv: list[str] | None = None) -> int:
     compile_once()
     parser = build_parser()
     command_line = sys.argv[1:] if argv is None else argv
-    if refusal := what_is_gone(command_line):
-        parser.error(refusal)
     arguments, rest = parser.parse_known_args(command_line)
     if "vllm_options" in arguments and (not rest or rest[0].startswith("-")):
         # A command that starts an engine hands on what it does not know.

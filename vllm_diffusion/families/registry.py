@@ -19,6 +19,8 @@ class Family(NamedTuple):
             repositories; ``None`` if ``transformers`` has it.
         published_as: Name of the class in ``auto_map`` of files whose ``architectures`` name the
             ordinary model with these layers; ``None`` if there are none.
+        text_model: Architecture of the text layers saved by themselves; ``None`` where they are
+            the whole model.
     """
 
     architecture: str
@@ -27,6 +29,7 @@ class Family(NamedTuple):
     config: str | None = None
     tokenizer: str | None = None
     published_as: str | None = None
+    text_model: str | None = None
 
 
 def _family(
@@ -37,6 +40,7 @@ def _family(
     model: str | None = None,
     tokenizer: str | None = None,
     published_as: str | None = None,
+    text_model: str | None = None,
 ) -> Family:
     """Make a row from a folder here, the names in its ``startup.py`` and ``tokenizer.py``, and its
     model's where it differs.
@@ -49,11 +53,17 @@ def _family(
         config and f"{at}startup:{config}",
         tokenizer and f"{at}tokenizer:{tokenizer}",
         published_as,
+        text_model,
     )
 
 
 FAMILIES = (
-    _family("DiffusionGemmaForBlockDiffusion", "diffusion_gemma", "DiffusionGemmaEngineConfig"),
+    _family(
+        "DiffusionGemmaForBlockDiffusion",
+        "diffusion_gemma",
+        "DiffusionGemmaEngineConfig",
+        text_model="DiffusionGemmaForCausalLM",
+    ),
     _family("SDARForCausalLM", "sdar", "SDAREngineConfig", "SDARConfig"),
     _family("SDARMoeForCausalLM", "sdar", "SDARMoeEngineConfig", "SDARMoeConfig"),
     _family("LLaDA2MoeModelLM", "llada2", "LLaDA2EngineConfig", "LLaDA2MoeConfig"),

@@ -50,7 +50,8 @@ def _with_adapters(stock: tuple[str, ...]) -> tuple[str, ...]:
 class RequireKey(AuthenticationMiddleware):
     """``vllm serve --middleware vllm_diffusion.requests.require_key.RequireKey``.
 
-    The key is that of ``VLLM_API_KEY``, which vLLM reads as well: middleware is given no options.
+    The keys are those that vLLM itself asks for, of ``--api-key`` or ``VLLM_API_KEY``. Middleware
+    is given no options, but wraps vLLM's own, which has them.
     """
 
     def __init__(self, app: Any) -> None:
@@ -61,15 +62,21 @@ class RequireKey(AuthenticationMiddleware):
         """
         from vllm import envs
 
-        if not envs.VLLM_API_KEY:
+        inner = app
+        while inner is not None and not isinstance(inner, AuthenticationMiddleware):
+            # Middleware of somebody else's may keep what it wraps under another name.
+            inner = getattr(inner, "app", None)
+        if inner is None and not envs.VLLM_API_KEY:
             raise ValueError(
-                "--middleware vllm_diffusion.requests.require_key.RequireKey needs the key in the "
-                "environment variable VLLM_API_KEY; set it, in place of --api-key."
+                "--middleware vllm_diffusion.requests.require_key.RequireKey needs a key; set the "
+                "environment variable VLLM_API_KEY, or --api-key."
             )
-        super().__init__(app, tokens=[envs.VLLM_API_KEY])
+        super().__init__(app, tokens=[envs.VLLM_API_KEY] if envs.VLLM_API_KEY else [])
+        if inner is not None:
+            self.api_tokens = inner.api_tokens
 
     def verify_token(self, headers: Any) -> bool:
-        """Return true for the key as a bearer, or in the ``x-api-key`` that clients of Anthropic's
+        """Return true for a key as a bearer, or in the ``x-api-key`` that clients of Anthropic's
         API send.
         """
         if super().verify_token(headers):
@@ -79,13 +86,19 @@ class RequireKey(AuthenticationMiddleware):
 
     def __call__(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
         """Answer 401 where the key is missing; an ASGI application."""
-        from starlette.datastructures import Headers
+        from starlette.datastructures import MutableHeaders
         from starlette.responses import JSONResponse
 
         is_request = scope["type"] in ("http", "websocket") and scope.get("method") != "OPTIONS"
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
-        if is_request and path not in _OPEN and not self.verify_token(Headers(scope=scope)):
-            response = JSONResponse(content={"error": "Unauthorized"}, status_code=401)
-            return response(scope, receive, send)
+        if is_request and path not in _OPEN:
+            headers = MutableHeaders(raw=list(scope["headers"]))
+            if not self.verify_token(headers):
+                response = JSONResponse(content={"error": "Unauthorized"}, status_code=401)
+                return response(scope, receive, send)
+            if not super().verify_token(headers):
+                # vLLM's own middleware, which comes next, reads the bearer alone.
+                headers["authorization"] = f"Bearer {headers['x-api-key']}"
+                scope = {**scope, "headers": headers.raw}
         wrapped: Awaitable[None] = self.app(scope, receive, send)
         return wrapped

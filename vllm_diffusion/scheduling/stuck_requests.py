@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vllm.logger import init_logger
 from vllm.outputs import RequestError
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
@@ -115,6 +114,3 @@ class StuckRequests(SchedulerFeature):
                     error=error,
                 )
             )
-
-
-logger = init_logger(f"vllm.{__name__}")

@@ -32,7 +32,12 @@ from vllm_diffusion.startup.environment import (
     limit_answers,
     limit_pictures,
 )
-from vllm_diffusion.startup.machine import checkpoint_bytes, is_vllm_cpu_build
+from vllm_diffusion.startup.machine import (
+    check_shared_memory,
+    checkpoint_bytes,
+    is_vllm_cpu_build,
+)
+from vllm_diffusion.startup.mask_token import warn_of_another_mask
 from vllm_diffusion.startup.measured_backends import choose_backends
 from vllm_diffusion.startup.options import check_options, choose_worker
 from vllm_diffusion.startup.pass_limits import (
@@ -45,7 +50,12 @@ from vllm_diffusion.startup.plugin_settings import OPTION, PluginSettings
 from vllm_diffusion.startup.published_runs import log_differences, warn_of_one_a_pass
 from vllm_diffusion.weights.adapters.early_checks import adapter_rules
 from vllm_diffusion.weights.formats import read_format
-from vllm_diffusion.weights.machine_fit import check_capability, check_platform, check_room
+from vllm_diffusion.weights.machine_fit import (
+    check_capability,
+    check_package,
+    check_platform,
+    check_room,
+)
 from vllm_diffusion.weights.regular_files import check_regular_files
 from vllm_diffusion.weights.tensor_rules import TensorRules
 from vllm_diffusion.weights.weight_files import (
@@ -315,6 +325,8 @@ class BlockDiffusionEngineConfig:
         spec = cls.canvases_by_request(model_config, settings, canvases)
         canvases.canvas_length = length = spec.length
         _check_spec(spec, model_config, attention.backend.name, settings.attention)
+        if spec.mask_token_id is not None:
+            warn_of_another_mask(model_config, spec.mask_token_id)
         _set_block_size(vllm_config.cache_config, spec.layout.alignment)
         if vllm_config.cache_config.enable_prefix_caching and spec.layout.recomputes:
             logger.info(
@@ -529,6 +541,7 @@ def _check_weights(vllm_config: VllmConfig) -> None:
         choose_weight_files(vllm_config)
     quantization = model_config.model_arch_config.quantization_config
     if quantization is not None:
+        check_package(quantization)
         check_platform(model_config.model, read_format(quantization))
     if model_config.is_diffusion:
         check_room(vllm_config)
@@ -559,6 +572,7 @@ def _check_installation(failure: Exception | None) -> None:
         )
     if problem is not None:
         raise ValueError(problem)
+    check_shared_memory()
 
 
 def _check_spec(spec: CanvasSpec, model_config: ModelConfig, backend: str, own: str) -> None:
@@ -572,6 +586,12 @@ def _check_spec(spec: CanvasSpec, model_config: ModelConfig, backend: str, own: 
     """
     mask, vocab_size = spec.mask_token_id, model_config.get_vocab_size()
     if mask is not None and not (type(mask) is int and 0 <= mask < vocab_size):
+        if getattr(model_config.hf_config, "mask_token_id", None) is None:
+            raise ValueError(
+                f"config.json of the checkpoint names no mask_token_id, and that of the published model, {mask}, is not "
+                f"below vocab_size={vocab_size}; name the checkpoint's with "
+                """--hf-overrides '{"mask_token_id": N}'."""
+            )
         raise ValueError(
             f"mask_token_id={mask!r} of the checkpoint must be an integer of at least 0 and below "
             f"vocab_size={vocab_size}; correct it in config.json."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import shutil
 from collections.abc import Callable
@@ -186,6 +187,21 @@ def kv_cache_bytes(cache_config: CacheConfig) -> int:
         return int(kv_cache_space) * 1024**3
     chosen: int | None = cache_config.kv_cache_memory_bytes
     return DEFAULT_KV_CACHE_BYTES if chosen is None else chosen
+
+
+def check_shared_memory() -> None:
+    """Refuse to start where no lock between processes can be made, which vLLM's engine makes first.
+
+    Raises:
+        ValueError: Naming the folder.
+    """
+    try:
+        multiprocessing.get_context("spawn").Lock()
+    except OSError as error:
+        raise ValueError(
+            f"no lock between processes can be made in /dev/shm ({error.strerror or error}), and vLLM's engine needs "
+            "one; mount a tmpfs there that can be written, as docker run --shm-size 1g does."
+        ) from None
 
 
 def compile_backend(vllm_config: VllmConfig) -> str | None:

@@ -11,7 +11,8 @@ import functools
 import json
 import logging
 import tomllib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,23 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 logger = logging.getLogger("vllm.vllm_diffusion")
+
+
+@dataclass(frozen=True)
+class ServedNames:
+    """Names by which a checkpoint is known to be of one of our families.
+
+    Attributes:
+        architectures: Architectures of the models to check.
+        by_type: Architectures that are served, for each ``model_type`` whose configuration is ours.
+        by_code: The architecture that is served, for each class that only ``auto_map`` may name.
+        of_text_model: The architecture that is served, for each of a text model saved by itself.
+    """
+
+    architectures: frozenset[str]
+    by_type: Mapping[str, tuple[str, ...]]
+    by_code: Mapping[str, str]
+    of_text_model: Mapping[str, str]
 
 
 @functools.cache
@@ -59,23 +77,18 @@ def refusal(name: str, **values: object) -> str:
     return sentences()[name].format(**values)
 
 
-def unknown_architecture(
-    arguments: EngineArgs, served: Mapping[str, tuple[str, ...]]
-) -> str | None:
-    """Return the message for a checkpoint that only seems to be of one of our families.
-
-    vLLM ends with the list of every architecture that it knows, or with a bare
-    ``NotImplementedError``.
+def unserved_checkpoint(arguments: EngineArgs, names: ServedNames) -> str | None:
+    """Return the message for a checkpoint of one of our families, or that seems to be, where vLLM
+    ends with a list of all that it knows.
 
     Args:
         arguments: Arguments from which vLLM could not make a model's configuration.
-        served: Architectures that are served, by ``model_type``.
+        names: Names of what is served.
 
     Returns:
         The message; ``None`` if the failure has another reason.
     """
     from transformers import PretrainedConfig
-    from vllm.model_executor.models import ModelRegistry
 
     try:
         config, _ = PretrainedConfig.get_config_dict(arguments.model, revision=arguments.revision)
@@ -83,7 +96,39 @@ def unknown_architecture(
         return None
     if isinstance(arguments.hf_overrides, dict):
         config = config | arguments.hf_overrides
-    model_type, architectures = config.get("model_type"), config.get("architectures") or []
+    if names.architectures.isdisjoint(config.get("architectures") or []):
+        return _unknown_architecture(config, names)
+    return _unknown_quantization(config)
+
+
+def _unknown_quantization(config: Mapping[str, Any]) -> str | None:
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+
+    parts = (config, config.get("text_config") or {})
+    settings = next((one for part in parts if (one := part.get("quantization_config"))), None)
+    method = (settings or {}).get("quant_method")
+    if method is None or method in QUANTIZATION_METHODS:
+        return None
+    return (
+        f"quantization_config in config.json of the checkpoint has quant_method={method!r}, which the installed "
+        "vLLM does not serve; if the tensors are whole, as after an adapter was merged, remove "
+        "quantization_config there, otherwise serve the checkpoint that was quantised, or one in FP8 or NVFP4 "
+        "(docs/use/quantization.md)."
+    )
+
+
+def _unknown_architecture(config: dict[str, Any], names: ServedNames) -> str | None:
+    from vllm.model_executor.models import ModelRegistry
+
+    served = names.by_type
+    model_type, architectures = str(config.get("model_type")), config.get("architectures") or []
+    for architecture in architectures:
+        if (whole := names.of_text_model.get(architecture)) is not None:
+            return (
+                f"config.json of the checkpoint has architectures={architectures!r}, the text model of {whole} that was "
+                "saved by itself, which is not served; save the whole model, or put its config.json there, if "
+                "the tensors have the whole model's names, and start with --language-model-only."
+            )
     known = ModelRegistry.get_supported_archs()
     if model_type not in served or any(architecture in known for architecture in architectures):
         return None
@@ -118,20 +163,14 @@ EARLY_CONDITIONS: dict[str, Callable[[EngineArgs, ModelConfig], object]] = {
 }
 
 
-def install(
-    architectures: Collection[str],
-    by_type: Mapping[str, tuple[str, ...]],
-    by_code: Mapping[str, str],
-) -> None:
+def install(names: ServedNames) -> None:
     """Check the arguments as soon as vLLM has the model's configuration. This is safe to call
     twice.
 
     Args:
-        architectures: Architectures of the models to check.
-        by_type: Architectures that are served, for each ``model_type`` whose configuration is ours.
-        by_code: The architecture that is served, for each class that only ``auto_map`` may name.
+        names: Names of the models to check.
     """
-    _looking.install(frozenset(architectures), by_type, by_code)
+    _looking.install(names)
 
 
 @replaces_call(
@@ -141,9 +180,7 @@ def install(
 )
 def _looking(
     stock: Callable[[EngineArgs], ModelConfig],
-    architectures: frozenset[str],
-    by_type: Mapping[str, tuple[str, ...]],
-    by_code: Mapping[str, str],
+    names: ServedNames,
     self: Any,
 ) -> ModelConfig:
     # vLLM removes the window from a configuration before its architecture is known.
@@ -151,13 +188,13 @@ def _looking(
     try:
         model_config = stock(self)
     except Exception:
-        sentence = unknown_architecture(self, by_type)
+        sentence = unserved_checkpoint(self, names)
         if sentence is None:
             raise
         raise ValueError(sentence) from None
     finally:
         self.disable_sliding_window = disables_window
-    if (meant := _meant_architecture(self, model_config, by_code)) is not None:
+    if (meant := _meant_architecture(self, model_config, names.by_code)) is not None:
         logger.info(
             "config.json names the class of an ordinary model (%s), and auto_map the diffusion model that it is: "
             '%s serves it. --hf-overrides with "architectures" chooses another class.',
@@ -167,7 +204,7 @@ def _looking(
         self.hf_overrides = {**(self.hf_overrides or {}), "architectures": [meant]}
         model_config = stock(self)
     served = getattr(model_config.hf_config, "architectures", None) or ()
-    is_ours = not architectures.isdisjoint(served)
+    is_ours = not names.architectures.isdisjoint(served)
     if is_ours:
         for name, is_set in EARLY_CONDITIONS.items():
             if is_set(self, model_config):

@@ -70,15 +70,6 @@ class PluginSettings:
                 raise ValueError(f"{name}={value!r} must be true or false.")
 
 
-# Settings of earlier versions, and what is done now.
-_GONE = {
-    "fused_encode": "a canvas is encoded in a pass of the next one wherever that is possible",
-    "keep_last_canvas": "the next turn of a chat computes the last canvas of a reply with its prompt",
-    "self_check": "no start checks kernels; vllm-diffusion doctor --gpu does, and whole answers too",
-    "skip_unlikely": "soft embeddings are summed over every token",
-    "tuned": "vllm-diffusion doctor --gpu prints the setting of attention that is faster on a GPU",
-}
-
 # Settings that every model has.
 SETTINGS = tuple(each.name for each in fields(PluginSettings) if each.name != "of_rule")
 
@@ -93,9 +84,6 @@ def plugin_settings(additional: object) -> PluginSettings:
         ValueError: Naming the setting, what it got and what is allowed.
     """
     section = section_of(additional, "diffusion", OPTION)
-    for name in section:
-        if name in _GONE:
-            raise ValueError(f"{OPTION}: {name} is gone: {_GONE[name]}. Leave it out.")
     own = {name: value for name, value in section.items() if name in SETTINGS}
     of_rule = {name: value for name, value in section.items() if name not in SETTINGS}
     try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -28,9 +29,15 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from vllm_diffusion.hooks.replacement import replaces
 from vllm_diffusion.weights.downcasts import counted_downcasts
-from vllm_diffusion.weights.new_weights import finite_only
+from vllm_diffusion.weights.new_weights import finite_only, is_finite
 from vllm_diffusion.weights.places import UNUSED, Part, Place
-from vllm_diffusion.weights.weight_files import listed, stored_tensors, weight_files
+from vllm_diffusion.weights.weight_files import (
+    StoredTensor,
+    largest_magnitude,
+    listed,
+    stored_tensors,
+    weight_files,
+)
 
 logger = logging.getLogger("vllm.vllm_diffusion")
 
@@ -221,6 +228,7 @@ class CheckedLoading:
                     f"but by config.json {place.name} has {size:,} on each of {self._tp} ranks; correct config.json, "
                     f"--tensor-parallel-size where it cuts groups of a quantised weight, or {_AGAIN}."
                 )
+        self._check_finite()
         if self._unexpected:
             logger.warning(
                 "%s%s of the checkpoint belong%s to nothing that is served here; they are left out.",
@@ -228,6 +236,30 @@ class CheckedLoading:
                 self._file_of(self._unexpected[0]),
                 "s" if len(self._unexpected) == 1 else "",
             )
+
+    def _check_finite(self) -> None:
+        """Refuse numbers that are not finite, with which every answer would be token 0.
+
+        Each parameter is read once where it lies, so that a GPU needs milliseconds for it. What a
+        layer allocates but no tensor fills may hold anything: the file decides.
+        """
+        for place in self._places.values():
+            held = getattr(place.layer, place.end, None)
+            if not place.tensors or held is None or is_finite(held.data.as_subclass(Tensor)):
+                continue
+            for name in dict.fromkeys(name for name, _ in place.tensors.values()):
+                stored = self._stored(name)
+                largest = math.nan if stored is None else largest_magnitude(stored)
+                if not math.isfinite(largest):
+                    raise ValueError(
+                        f"{name}{self._file_of(name)} holds numbers that are not finite, with which every answer would "
+                        f"be nonsense; train or write the checkpoint again, or {_AGAIN}."
+                    )
+                if largest > torch.finfo(held.dtype).max:
+                    raise ValueError(
+                        f"{name}{self._file_of(name)} holds numbers up to {largest:.4g}, which {held.dtype} cannot hold; "
+                        "set --dtype bfloat16."
+                    )
 
     def _empty(self) -> list[Place]:
         """List buffers of layers that have some by the model's ``loaded_buffers``, of which none
@@ -282,8 +314,13 @@ class CheckedLoading:
 
     def _file_of(self, name: str) -> str:
         """Return " in FILE" for a tensor of a local checkpoint."""
+        stored = self._stored(name)
+        return "" if stored is None else f" in {stored.file}"
+
+    def _stored(self, name: str) -> StoredTensor | None:
+        """Return a tensor of a local checkpoint as its file describes it."""
         files = weight_files(self._folder) if self._folder.is_dir() else []
-        return next((f" in {one.file}" for one in stored_tensors(files) if one.name == name), "")
+        return next((one for one in stored_tensors(files) if one.name == name), None)
 
 
 def _owner(name: str) -> str:

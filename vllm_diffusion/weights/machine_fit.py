@@ -7,6 +7,7 @@ That a GPU is too small vLLM finds out in the engine's process, and ends with a 
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,23 @@ from vllm_diffusion.weights.weight_files import stored_tensors, weight_files
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
+
+
+def check_package(settings: dict[str, Any]) -> None:
+    """Refuse torchao's weights where its package is missing; vLLM's own formats need none.
+
+    Args:
+        settings: ``quantization_config`` of the checkpoint.
+
+    Raises:
+        ValueError: Naming the package.
+    """
+    if settings.get("quant_method") == "torchao" and find_spec("torchao") is None:
+        raise ValueError(
+            "quantization_config in config.json of the checkpoint has quant_method='torchao', which needs a package "
+            "that is not installed; run pip install 'torchao>=0.10.0', or serve the checkpoint that was "
+            "quantised, or one in FP8 or NVFP4 (docs/use/quantization.md)."
+        )
 
 
 def check_platform(model: str, quantized: Format | None) -> None:

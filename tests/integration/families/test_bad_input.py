@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -22,7 +23,7 @@ from tests.support.families import makers as tiny
 from tests.support.families.cases import CASES
 from tests.support.families.llada2_model import DELETE_ID, SPLIT_ID, llada2, llada2_2
 from tests.support.families.mineru_model import mineru
-from tests.support.families.model import TinyModel
+from tests.support.families.model import MASK_ID, TinyModel
 from tests.support.models.specs import masked_spec
 from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
@@ -241,6 +242,74 @@ def test_an_mdlm_by_name(tmp_path: Path) -> None:
     served = configure(folder, hf_overrides={"architectures": ["A2DQwen3MDLM"]}).model_config
     assert served.diffusion.spec.layout.recomputes
     assert configure(tiny.a2d().save(tmp_path / "bd3lm")).model_config.is_diffusion
+
+
+def test_no_mask_token_id(tmp_path: Path) -> None:
+    """A file that names no mask token is refused with the one that was taken, and served with the
+    operator's.
+    """
+    folder = changed(tiny.sdar().save(tmp_path), mask_token_id=None)
+    message = refusal(folder)
+    assert "names no mask_token_id, and that of the published model, 151669, is not" in message
+    assert """--hf-overrides '{"mask_token_id": N}'""" in message
+    own = configure(folder, hf_overrides={"mask_token_id": MASK_ID})
+    assert own.model_config.diffusion.spec.mask_token_id == MASK_ID
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        # As the shipped tokenizer has it: in tokenizer.json alone.
+        ({}, '"<mask>", which is 4'),
+        ({"tokenizer_config.json": {"mask_token": {"content": "<mask>"}}}, '"<mask>", which is 4'),
+        ({"tokenizer_config.json": {"mask_token": None}}, None),
+        ({"tokenizer_config.json": {"mask_token": "<none>"}}, None),
+        ({"tokenizer_config.json": {"mask_token": ["<mask>"]}}, None),
+        (
+            {
+                "tokenizer_config.json": {"mask_token": None},
+                "special_tokens_map.json": {"mask_token": "<mask>"},
+            },
+            '"<mask>", which is 4',
+        ),
+        (
+            {
+                "tokenizer_config.json": {
+                    "mask_token": "<|M|>",
+                    "added_tokens_decoder": {"9": {"content": "<|M|>"}},
+                }
+            },
+            '"<|M|>", which is 9',
+        ),
+        (
+            {
+                "tokenizer_config.json": {"mask_token": "<M>"},
+                "added_tokens.json": {"<M>": 8},
+            },
+            '"<M>", which is 8',
+        ),
+        ({"tokenizer_config.json": {"mask_token": "<M>"}, "added_tokens.json": {"<M>": 7}}, None),
+    ],
+)
+def test_mask_of_the_tokenizer(
+    files: dict[str, Any], named: str | None, tmp_path: Path, start_log: pytest.LogCaptureFixture
+) -> None:
+    """A start warns if the tokenizer's mask token, in whichever file, is not the model's."""
+    folder = shutil.copytree(shipped_checkpoint("sdar"), tmp_path / "sdar")
+    changed(folder, mask_token_id=7)
+    for name, values in files.items():
+        path = folder / name
+        old = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(old | values))
+    configure(folder)
+    lines = [line for line in start_log.messages if "the tokenizer's mask token" in line]
+    assert len(lines) == bool(named)
+    if named:
+        assert "mask_token_id=7 of config.json is not" in lines[0]
+        assert named.replace('"', "'") in lines[0]
+    start_log.clear()
+    configure(shipped_checkpoint("sdar"))
+    assert "the tokenizer's mask token" not in start_log.text
 
 
 def test_an_sdar_of_other_blocks(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from tests.integration.families.test_mdlm import assert_loops
 from tests.support.engines.engine import TracedEngine
+from tests.support.engines.loading import load, one_rank
 from tests.support.engines.refused import refusal
 from tests.support.engines.vllm_configs import configure
 from tests.support.families import makers as tiny
@@ -157,6 +158,44 @@ def test_diffusion_gemma_of_nemo(tmp_path: Path) -> None:
 
     folder = changed(SHIPPED, tmp_path / "nemo", as_nemo)
     assert answer_of(folder) == answer_of(SHIPPED)
+
+
+def test_stacked_experts_of_dfactory(tmp_path: Path) -> None:
+    """A LLaDA2 whose experts dFactory stacked for its trainer answers as one of single experts, and
+    a stack that lacks an expert is named.
+    """
+
+    def stack(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [n for n in tensors if ".experts.0." in n]:
+            start, matrix = name.removesuffix(".weight").split(".experts.0.")
+            numbers = range(sum(n.startswith(f"{start}.experts.") and matrix in n for n in tensors))
+            single = [tensors.pop(f"{start}.experts.{i}.{matrix}.weight") for i in numbers]
+            tensors[f"{start}.experts.{matrix}"] = torch.stack(single)
+
+    single = llada2().save(tmp_path / "single")
+    stacked = changed(single, tmp_path / "stacked", stack)
+    assert answer_of(stacked) == answer_of(single)
+
+    def shorten(tensors: dict[str, torch.Tensor]) -> None:
+        name = next(n for n in tensors if n.endswith(".experts.up_proj"))
+        tensors[name] = tensors[name][:-1].clone()
+
+    with one_rank(), pytest.raises(ValueError, match=r"experts.up_proj in .* lacks expert \d"):
+        load(changed(stacked, tmp_path / "short", shorten))
+
+
+def test_head_of_tied_embeddings(tmp_path: Path) -> None:
+    """An A2D whose file has a head beside tied embeddings answers as one without it."""
+
+    def tie(config: dict[str, Any]) -> None:
+        config["tie_word_embeddings"] = True
+
+    def with_head(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    source = tiny.a2d().save(tmp_path / "a2d")
+    plain = changed(source, tmp_path / "plain", lambda t: t.pop("lm_head.weight", None), tie)
+    assert answer_of(changed(plain, tmp_path / "head", with_head)) == answer_of(plain)
 
 
 def answer_of(checkpoint: Path) -> list[int]:

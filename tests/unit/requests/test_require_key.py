@@ -13,13 +13,17 @@ pytestmark = pytest.mark.engine
 KEY = {"Authorization": "Bearer the key"}
 
 
-def client() -> TestClient:
-    """Return a client of a server that answers every path."""
-    from vllm_diffusion.requests.require_key import RequireKey
+def client(*options: str) -> TestClient:
+    """Return a client of a server that answers every path, behind what vLLM adds by its options."""
+    from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
+
+    from tests.robustness.serve_options import serve_parser
 
     answer = Route("/{path:path}", lambda _: PlainTextResponse("answer"), methods=["GET", "POST"])
     app = Starlette(routes=[answer])
-    app.add_middleware(RequireKey)
+    name = "vllm_diffusion.requests.require_key.RequireKey"
+    arguments = serve_parser().parse_args(["a/model", "--middleware", name, *options])
+    init_entrypoints_middleware(arguments, app, ("generate",))
     return TestClient(app)
 
 
@@ -41,6 +45,18 @@ def test_guarded(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert client().post(path).status_code == 401
     assert client().post(path, headers={"Authorization": "Bearer another"}).status_code == 401
     assert client().post(path, headers=KEY).text == "answer"
+
+
+def test_several_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each key of --api-key is taken, and then not that of the environment, as vLLM does it."""
+    monkeypatch.setenv("VLLM_API_KEY", "the key")
+    server = client("--api-key", "one", "two")
+    for path in ("/v1/completions", "/tokenize"):
+        for key in ("one", "two"):
+            assert server.post(path, headers={"Authorization": f"Bearer {key}"}).text == "answer"
+        assert server.post(path, headers=KEY).status_code == 401
+    assert server.post("/tokenize", headers={"x-api-key": "two"}).text == "answer"
+    assert server.post("/tokenize", headers={"x-api-key": "the key"}).status_code == 401
 
 
 def test_key_of_other_clients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from tests.support.engines.loading import load, load_in_stock, one_rank
 from tests.support.models.checkpoints import SHIPPED, changed
 from tests.support.models.quantized import quantized_checkpoint
 from vllm_diffusion.families.diffusion_gemma.model import TwoScalarLayer
+from vllm_diffusion.weights import loading
 
 pytestmark = pytest.mark.engine
 
@@ -75,6 +76,16 @@ def replace(name: str, make: Callable[[Tensor], Tensor]) -> Callable[[Tensors], 
 
 def add(name: str, value: Tensor) -> Callable[[Tensors], Any]:
     return lambda tensors: tensors.update({name: value})
+
+
+def with_a(value: float) -> Callable[[Tensor], Tensor]:
+    """Return a function that puts a number in the place of a tensor's sixth."""
+
+    def put(tensor: Tensor) -> Tensor:
+        tensor.view(-1)[5] = value
+        return tensor
+
+    return put
 
 
 def rename(old: str, new: str) -> Callable[[Tensors], Any]:
@@ -150,6 +161,16 @@ BAD_TENSORS: list[tuple[str, Callable[[Tensors], Any], list[str]]] = [
     ("fp8-dynamic", add(layer("experts.99.up_proj.weight"), torch.ones(2, 2)), ["experts.99"]),
     ("bf16", add(layer("self_attn.q_proj.bias"), torch.ones(128)), ["q_proj.bias"]),
     ("bf16", add(layer("post_mixer_norm.weight"), torch.ones(64)), ["post_mixer_norm"]),
+    ("sdar", replace(SDAR_UP, with_a(torch.inf)), [SDAR_UP, "not finite"]),
+    ("sdar", replace(SDAR_UP, lambda one: with_a(torch.inf)(one).half()), [SDAR_UP, "not finite"]),
+    ("bf16", replace(layer("experts.down_proj"), with_a(torch.nan)), ["experts.down_proj", "not"]),
+    ("bf16", replace("model.decoder.embed_tokens.weight", with_a(torch.nan)), ["embed_tokens"]),
+    ("fp8-dynamic", replace(SCALE, with_a(-torch.inf)), [SCALE, "not finite"]),
+    (
+        "fp8-dynamic",
+        replace(SCALE.removesuffix("_scale"), with_a(torch.nan)),
+        [SCALE.removesuffix("_scale"), "not finite"],
+    ),
 ]
 
 
@@ -167,6 +188,21 @@ def test_bad_tensors(
     assert all(word in message for word in [*words, str(folder)]), message
     if "should be in" not in message:
         assert str(folder / "model.safetensors") in message
+
+
+def test_numbers_beyond_the_dtype(tmp_path: Path) -> None:
+    """Numbers that float16 cannot hold are refused with the dtype to set, which loads them."""
+    folder = changed(SDAR, tmp_path / "large", replace(SDAR_UP, with_a(1e6)))
+    message = refusal(folder, dtype="float16")
+    assert SDAR_UP in message
+    assert "up to 1e+06, which torch.float16 cannot hold; set --dtype bfloat16" in message
+    load(folder, dtype="bfloat16")
+
+
+def test_what_no_tensor_fills(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter that is not finite where no tensor was loaded is served: its file decides."""
+    monkeypatch.setattr(loading, "is_finite", lambda tensor: False)
+    load(SDAR)
 
 
 def num_values(folder: Path) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -123,7 +123,30 @@ class BlockRouter(BaseRouter):
         return allowed.repeat_interleave(self.block_length, dim=0)[:num_rows]
 
 
-class LLaDA2MoeModelLM(MaskedModel, BailingMoeV2ForCausalLM):
+class _StackedExperts(BailingMoeV2ForCausalLM):
+    """The layers, from files with one tensor per expert or with one for all experts of a layer."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load them as vLLM's class does, after stacked tensors were taken apart."""
+        return super().load_weights(_one_by_one(weights))
+
+
+def _one_by_one(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield stacked experts as the publisher's files name them, one by one.
+
+    Source: inclusionAI/dFactory at c29d72c, ``scripts/moe_convertor.py``, whose trainer stacks the
+    matrices [num_experts, out_features, in_features] as ``experts.gate_proj``.
+    """
+    for name, tensor in weights:
+        start, separator, matrix = name.rpartition(".mlp.experts.")
+        if separator and matrix in ("gate_proj", "up_proj", "down_proj"):
+            for i in range(len(tensor)):
+                yield f"{start}{separator}{i}.{matrix}.weight", tensor[i]
+        else:
+            yield name, tensor
+
+
+class LLaDA2MoeModelLM(MaskedModel, _StackedExperts):
     """LLaDA2.0, 2.1 and 2.2, mini and flash."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
