@@ -79,7 +79,7 @@ def test_what_comes_out(row: Expected, tmp_path: Path) -> None:
 
 
 # One of each family, without those whose first layers take more memory than a small machine has.
-ENGINES = {row.values["architecture"]: row for row in expected() if "flash" not in row.id}
+ENGINES = {row.values["architecture"]: row for row in reversed(expected()) if "flash" not in row.id}
 
 
 @pytest.mark.slow
@@ -107,7 +107,7 @@ def test_two_layers_answer(row: Expected, tmp_path: Path) -> None:
         load_format="dummy",
         skip_tokenizer_init=True,
         dtype="bfloat16",
-        max_model_len=256,
+        max_model_len=512,
         max_num_seqs=2,
         **options,
     ) as engine:
