@@ -441,7 +441,10 @@ def _with_counted_usage(request: Any, stream: _Stream) -> _Stream:
             if '"choices":[]' in event:
                 chunk = json.loads(event.removeprefix("data: "))
                 of_prompts = [SimpleNamespace(outputs=[*each.values()]) for each in last.values()]
-                details = chunk["usage"].setdefault("completion_tokens_details", {})
+                # As whole answers have them.
+                details = CompletionTokenUsageInfo().model_dump()
+                details |= chunk["usage"].get("completion_tokens_details") or {}
+                chunk["usage"]["completion_tokens_details"] = details
                 details.update(_counts(request, of_prompts))
                 text = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
                 event = f"data: {text}\n\n"
