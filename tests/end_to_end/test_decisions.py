@@ -43,6 +43,18 @@ QUESTIONS = [
 ]
 
 
+def test_a_question_with_many_options(server: Server) -> None:
+    """A question with more options than there are letters is named in the refusal."""
+    choices = [{"value": str(i)} for i in range(27)]
+    many = {"type": "choice", "name": "word", "instructions": "?", "choices": choices}
+    body = {"input": "7+8", "questions": [*QUESTIONS, many]}
+    response = server.post("/v1/decisions", body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "questions"
+    assert "up to 26 options each; question 3 (word) has 27" in error["message"]
+
+
 @pytest.mark.parametrize("joint", [False, True], ids=["a canvas each", "one canvas"])
 def test_decisions(joint: bool, server: Server) -> None:
     """Probabilities of questions read from one step sum to 1, and repeat."""

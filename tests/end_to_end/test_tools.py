@@ -118,6 +118,27 @@ def test_auto_call_in_gemma_format(server: Server) -> None:
     jsonschema.validate(json.loads(arguments), function["parameters"])
 
 
+def test_a_call_that_may_not_be_made(server: Server) -> None:
+    """With ``tool_choice`` none a client gets what the model wrote, which is no call."""
+    city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    weather = {"type": "function", "function": {"name": "get_weather", "parameters": city}}
+    (choice,) = (
+        server.client()
+        .chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "What is the weather in Paris?"}],
+            tools=[weather],
+            tool_choice="none",
+            max_tokens=64,
+            temperature=0,
+        )
+        .choices
+    )
+    assert choice.message.content == 'call:get_weather{city:"Paris"}'
+    assert not choice.message.tool_calls
+    assert choice.finish_reason == "stop"
+
+
 def test_a_call_that_makes_sense(server: Server) -> None:
     """The shipped checkpoint calls a weather tool by itself, and reports the result."""
     city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

@@ -94,13 +94,18 @@ def test_whole_sequences(tmp_path: Path, family: str, is_asynchronous: bool) -> 
     else:
         # Its loop has no blocks.
         sizes[2:4] = [(33, 7), (60, 3)]
+    # The second suffix is longer than what the model's length leaves, and is cut to that.
+    suffixes = (SUFFIXES[0], SUFFIXES[1] * 40, *SUFFIXES[2:])
+    most = options["max_model_len"] - sum(sizes[1])
     with TracedEngine(model.save(tmp_path), async_scheduling=is_asynchronous, **options) as engine:
         encode = engine.llm.get_tokenizer().encode
         prompts, asked, wanted = [], [], []
         for i, (length, num_tokens) in enumerate(sizes):
             # The last one has no suffix.
-            suffix = SUFFIXES[i] if i < len(SUFFIXES) else ""
+            suffix = suffixes[i] if i < len(suffixes) else ""
             ids = encode(suffix, add_special_tokens=False) if suffix else []
+            assert (len(ids) > most) == (i == 1)
+            ids = ids[:most]
             prompts.append(prompt_of(length, seed=length))
             asked.append(
                 params(

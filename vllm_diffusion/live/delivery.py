@@ -45,13 +45,15 @@ class ReportedAnswer:
         trace: For each canvas, what its steps began from.
         metrics: Metrics of the finished answer; ``None`` before.
         followed: The text that the answer is expected to resemble, where the request brings one.
+        num_suffix: Tokens of the request's suffix that are in sight while the answer is written.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_suffix: int = 0) -> None:
         self.steps: list[int] = []
         self.trace: list[list[list[int]]] = []
         self.metrics: DiffusionRequestMetrics | None = None
         self.followed: FollowedText | None = None
+        self.num_suffix = num_suffix
         self._passes: list[int] = []
 
     def take(self, report: RequestReport) -> None:
@@ -105,7 +107,7 @@ class ReportedState(RequestState):
         self._inbox = inbox
         self._prompt_index = prompt_index
         self._num_canvases = 0
-        self._answer = ReportedAnswer()
+        self._answer = ReportedAnswer(len(arguments.suffix))
         text = arguments.predicted(self.prompt_token_ids or ())
         if text is not None:
             self._answer.followed = FollowedText(text, is_prompt=arguments.predicts_prompt)

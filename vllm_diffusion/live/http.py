@@ -13,13 +13,15 @@ import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from http import HTTPStatus
+from types import SimpleNamespace
 from typing import Any
 
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionStreamResponse
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.decisions.question_types import LABELS
+from vllm.entrypoints.openai.decisions.serving import OpenAIServingDecisions
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.scale_out.render.serving import ServingRender
@@ -35,7 +37,7 @@ from vllm_diffusion.live.frame import CanvasFrame, CanvasStepMap, ParsedAnswers,
 from vllm_diffusion.live.streamed_parser import following_whole_answers
 from vllm_diffusion.live.watch import Inbox, items_of
 from vllm_diffusion.metrics import ANSWER
-from vllm_diffusion.requests.arguments import parse_shown
+from vllm_diffusion.requests.arguments import argument_names, parse_shown
 from vllm_diffusion.requests.constraint import read_constraint_aside
 from vllm_diffusion.requests.http import (
     DETAILS,
@@ -43,6 +45,7 @@ from vllm_diffusion.requests.http import (
     CheckedClient,
     SuffixesInCanvases,
     check_fields,
+    know_fields,
     read_body,
 )
 from vllm_diffusion.requests.refusals import ending_with_refusal, refuse
@@ -55,8 +58,8 @@ _WHERE_TRACES_ARE = (
     "leave it out."
 )
 
-
-_PREDICTION = "diffusion_prediction"
+# Texts of a request of which the usage tells how many tokens were taken.
+_COUNTED = ("diffusion_prediction", "diffusion_suffix")
 # Makes vLLM's events of outputs.
 _Stream = Callable[[AsyncIterator[Any]], AsyncGenerator[str, None]]
 
@@ -131,9 +134,7 @@ class ChatWithFrames(_ParametersFirst):
             about = (conversation, tokenizer, request_metadata, chat_template_kwargs)
             return stock(request, outputs, request_id, model_name, *about, mm_token_counts)
 
-        events = (
-            _with_predicted_usage(stream) if _PREDICTION in (request.vllm_xargs or {}) else stream
-        )
+        events = _with_counted_usage(request, stream)
         shown = parse_shown(request.vllm_xargs)
         if not shown:
             return events(result_generator)
@@ -152,11 +153,9 @@ class ChatWithFrames(_ParametersFirst):
         response = await super().chat_completion_full_generator(request, outputs, *args, **kwargs)
         if last:
             _add_step_maps(response, last[0].outputs)
-            if _PREDICTION in (request.vllm_xargs or {}):
-                usage = response.usage
-                usage.completion_tokens_details = _with_predicted(
-                    usage.completion_tokens_details, last[0].outputs
-                )
+            usage = getattr(response, "usage", None)
+            if usage is not None and (counts := _counts(request, last)):
+                usage.completion_tokens_details = _detailed(usage.completion_tokens_details, counts)
         return response
 
 
@@ -185,21 +184,30 @@ class CompletionsWithFrames(OpenAIServingCompletion):
             async for output in outputs:
                 yield request_ids.index(output.request_id), output
 
+        async def unnumbered() -> AsyncGenerator[Any, None]:
+            async for _, output in result_generator:
+                yield output
+
         def stream(outputs: Any) -> AsyncGenerator[str, None]:
             after = (request_id, created_time, model_name)
-            return stock(request, engine_inputs, outputs, *after, *args, **kwargs)
+            return stock(request, engine_inputs, numbered(outputs), *after, *args, **kwargs)
 
+        events = _with_counted_usage(request, stream)
         if not parse_shown(request.vllm_xargs):
-            return stream(result_generator)
+            return events(unnumbered())
         head = {"id": request_id, "object": "text_completion", "model": model_name}
         chunks = _Chunks(head, {"text": ""}, request.n or 1, Inbox(request_ids))
-        return _with_events(lambda outputs: stream(numbered(outputs)), result_generator, chunks)
+        return _with_events(events, result_generator, chunks)
 
     def request_output_to_completion_response(
-        self, final_res_batch: list[Any], *args: Any, **kwargs: Any
+        self, final_res_batch: list[Any], request: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        response = super().request_output_to_completion_response(final_res_batch, *args, **kwargs)
+        stock = super().request_output_to_completion_response
+        response = stock(final_res_batch, request, *args, **kwargs)
         _add_step_maps(response, [output for res in final_res_batch for output in res.outputs])
+        if counts := _counts(request, final_res_batch):
+            usage = response.usage
+            usage.completion_tokens_details = _detailed(usage.completion_tokens_details, counts)
         return response
 
 
@@ -249,6 +257,33 @@ class ResponsesWithoutFrames(OpenAIServingResponses):
         response = await super().create_responses(request, raw_request)
         # Where a stream has begun, a refusal comes too late for its status.
         return ending_with_refusal(response) if isinstance(response, AsyncGenerator) else response
+
+    async def responses_full_generator(
+        self, request: Any, sampling_params: Any, results: Any, context: Any, *args: Any, **kw: Any
+    ) -> Any:
+        # Of streams it makes the last event.
+        stock = super().responses_full_generator
+        response = await stock(request, sampling_params, results, context, *args, **kw)
+        usage, last = getattr(response, "usage", None), getattr(context, "last_output", None)
+        if usage is not None and last is not None and (counts := _counts(request, [last])):
+            _detailed(usage.output_tokens_details, counts)
+        return response
+
+
+class NamingDecisions(OpenAIServingDecisions):
+    """``/v1/decisions``, which names a question that has more options than can be read."""
+
+    async def create_decisions(self, request: Any, raw_request: Any = None) -> Any:
+        most = min(self.limits.max_options, len(LABELS))
+        for i, question in enumerate(request.questions):
+            num = len(getattr(question, "choices", ()) or getattr(question, "levels", ()))
+            if num > most:
+                name = "" if question.name is None else f" ({question.name})"
+                refuse(
+                    "questions",
+                    f"may have up to {most} options each; question {i}{name} has {num}. Ask several.",
+                )
+        return await super().create_decisions(request, raw_request)
 
 
 class RenderingFrames(ServingRender):
@@ -312,6 +347,7 @@ ENDPOINTS: dict[str, type] = {
     "anthropic_serving_messages": MessagesWithoutFrames,
     "openai_serving_responses": ResponsesWithoutFrames,
     "openai_serving_models": CheckedModels,
+    "openai_serving_decisions": NamingDecisions,
 }
 
 
@@ -381,40 +417,65 @@ def _add_step_maps(response: Any, completions: list[Any]) -> None:
             setattr(choice, TRACE, getattr(completion, TRACE))
 
 
-def _with_predicted(
-    details: CompletionTokenUsageInfo | None, completions: Iterable[Any]
-) -> CompletionTokenUsageInfo:
-    """Return the details of an answer's usage with the tokens of its prediction, for which vLLM has
-    no fields.
+def _counts(request: Any, outputs: Iterable[Any]) -> dict[str, int]:
+    """Count tokens of a request's prediction and suffix, for which vLLM's usage has no fields.
+
+    Args:
+        request: A body that was read.
+        outputs: The last output of each of its prompts, with all answers.
+
+    Returns:
+        Fields of the usage's details, those of the texts that the request has.
     """
-    followed = [getattr(completion, ANSWER).followed for completion in completions]
+    sent = request.vllm_xargs or {}
+    answers = [[getattr(one, ANSWER) for one in output.outputs] for output in outputs]
+    counts = {}
+    if "diffusion_prediction" in sent:
+        followed = [one.followed for of_prompt in answers for one in of_prompt]
+        counts["accepted_prediction_tokens"] = sum(text.accepted for text in followed if text)
+        counts["rejected_prediction_tokens"] = sum(text.rejected for text in followed if text)
+    if "diffusion_suffix" in sent:
+        # As tokens of a prompt are: once for all of its answers.
+        counts["suffix_tokens"] = sum(of_prompt[0].num_suffix for of_prompt in answers)
+    return counts
+
+
+def _detailed(details: Any, counts: dict[str, int]) -> Any:
+    """Add counts to a usage's details, which may be missing, and return them."""
     details = details or CompletionTokenUsageInfo()
-    details.accepted_prediction_tokens = sum(text.accepted for text in followed if text)
-    details.rejected_prediction_tokens = sum(text.rejected for text in followed if text)
+    for name, count in counts.items():
+        setattr(details, name, count)
     return details
 
 
-def _with_predicted_usage(stream: _Stream) -> _Stream:
-    """Add the tokens of a prediction to the last event of a stream of vLLM's, if that has the
-    usage.
+def _with_counted_usage(request: Any, stream: _Stream) -> _Stream:
+    """Add the tokens of a prediction and a suffix to the last event of a stream of vLLM's, if the
+    request has one of them and that event has the usage.
     """
+    if not any(name in (request.vllm_xargs or {}) for name in _COUNTED):
+        return stream
 
     async def events(outputs: AsyncIterator[Any]) -> AsyncGenerator[str, None]:
-        completions: dict[int, Any] = {}
+        # By prompt and answer: an output may hold one of several answers.
+        last: dict[str, dict[int, Any]] = {}
 
         async def noted() -> AsyncGenerator[Any, None]:
             async for output in outputs:
-                completions.update((one.index, one) for one in output.outputs)
+                answers = last.setdefault(output.request_id, {})
+                answers.update((one.index, one) for one in output.outputs)
                 yield output
 
         async for event in stream(noted()):
             if '"choices":[]' in event:
-                chunk = ChatCompletionStreamResponse.model_validate_json(event[len("data: ") :])
-                usage = chunk.usage
-                usage.completion_tokens_details = _with_predicted(
-                    usage.completion_tokens_details, completions.values()
-                )
-                event = f"data: {chunk.model_dump_json(exclude_unset=True, exclude_none=True)}\n\n"
+                chunk = json.loads(event.removeprefix("data: "))
+                of_prompts = [SimpleNamespace(outputs=[*each.values()]) for each in last.values()]
+                # As whole answers have them.
+                details = CompletionTokenUsageInfo().model_dump()
+                details |= chunk["usage"].get("completion_tokens_details") or {}
+                chunk["usage"]["completion_tokens_details"] = details
+                details.update(_counts(request, of_prompts))
+                text = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
+                event = f"data: {text}\n\n"
             yield event
 
     return events
@@ -528,6 +589,8 @@ async def _serving_canvases(stock: Any, engine_client: Any, state: Any, args: An
     spec = spec_of(engine_client.model_config)
     renderer, of_vllm = engine_client.renderer, type(engine_client.renderer)
     base = BoundedPrompts if spec is None else SuffixesInCanvases
+    if spec is not None:
+        know_fields(argument_names(spec))
     renderer.__class__ = type(of_vllm.__name__, (base, of_vllm), {})
     for name, cls in ENDPOINTS.items():
         served = getattr(state, name, None)

@@ -69,6 +69,8 @@ _NOT_SERVED = {
     **dict.fromkeys(("use_cache", "dual_cache", "use_block_cache"), _CACHE),
     **dict.fromkeys(("mc_num", "mc_iterations"), _LIKELIHOOD),
 }
+# All of them.
+PUBLISHED_NAMES = frozenset({*_PUBLISHED_NAMES, *_NOT_SERVED})
 
 
 class Shown(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -292,6 +294,50 @@ def parse_arguments(
         shown=shown,
         settings=settings,
     )
+
+
+def predicted_text(sent: Any, field: str) -> str:
+    """Return the text that an answer is expected to resemble.
+
+    Args:
+        sent: A text or what OpenAI's ``prediction`` may be, a mapping.
+        field: Name of the client's field: in ``prediction`` there is no bare text.
+
+    Raises:
+        VLLMValidationError: Naming the field, if it is neither.
+    """
+    text = sent if field == PREFIX + "prediction" else None
+    if isinstance(sent, Mapping):
+        text = sent.get("content") if sent.get("type") == "content" else None
+    if isinstance(text, list) and all(
+        isinstance(part, Mapping) and part.get("type") == "text" for part in text
+    ):
+        parts = [part.get("text") for part in text]
+        text = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+    if not isinstance(text, str):
+        refuse(
+            field,
+            'must be {"type": "content", "content": ...} with a text or a list of {"type": "text", "text": ...}; as '
+            f'diffusion_prediction also a text, or "{PROMPT}"; got {reprlib.repr(sent)}.',
+        )
+    return text
+
+
+def check_room(num_given: int, max_tokens: int, most: int) -> None:
+    """Refuse an answer that leaves no room for its suffix.
+
+    Args:
+        num_given: Tokens of the prompt in the answer's canvas.
+        max_tokens: Tokens of the answer.
+        most: Tokens that this model has in sight at once.
+    """
+    if num_given + max_tokens >= most:
+        refuse(
+            "suffix",
+            f"has no room: max_tokens is {max_tokens}, and with {num_given} tokens of the prompt and at least one of the "
+            f"suffix it may be at most {most}, which this model has in sight at once. Lower max_tokens to the length "
+            "of what is missing.",
+        )
 
 
 def parse_shown(extra_args: Mapping[str, Any] | None) -> Shown:

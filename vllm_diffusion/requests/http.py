@@ -14,22 +14,25 @@ import functools
 import json
 import re
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from http import HTTPStatus
-from typing import Any
+from typing import Any, get_args
 
 from PIL.Image import DecompressionBombError
 from prometheus_client import Counter
 from vllm import envs
+from vllm.entrypoints.serve.engine.protocol import OpenAIBaseModel
 from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.logger import init_logger
+from vllm.renderers import ReasoningEffort
 from vllm.renderers.base import BaseRenderer
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_diffusion.hooks.replacement import replaces_call
-from vllm_diffusion.requests import bounds
-from vllm_diffusion.requests.arguments import PREFIX
+from vllm_diffusion.requests import bounds, spellings
+from vllm_diffusion.requests.arguments import PREFIX, PUBLISHED_NAMES, check_room, predicted_text
 from vllm_diffusion.requests.constraint import read_constraint_aside
 from vllm_diffusion.requests.first_errors import stop_at_first_errors
 from vllm_diffusion.requests.refusals import failing_aloud, one_line, refuse
@@ -46,16 +49,12 @@ _NO_STRUCTURE = bytes({*range(256)} - {*b'"{['})
 DETAILS = "vllm_diffusion.details"
 # Of vLLM's protocols: it takes ``structured_outputs`` for a mapping before anything has checked it.
 _COUNTS_CONSTRAINTS = "check_structured_outputs_count"
-# Fields of vLLM's before 0.12, by the name that they have within ``structured_outputs``; ignored,
-# they would give free answers. Clients for all releases (guidance) send both forms, of which vLLM
-# reads its own.
-_GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")} | {
-    "guided_whitespace_pattern": "whitespace_pattern",
-    "guided_decoding_backend": "",
-}
-# Fields that refusals are counted by; any further one is counted as another.
-_MOST_COUNTED = 64
-_counted: set[str] = set()
+_NOT_TAKEN = (
+    "is not taken by this endpoint; ask /v1/chat/completions or /v1/completions, or leave it out."
+)
+# Fields that refusals are counted by, besides those of the server's protocols.
+_known = {"-", "body", "diffusing", "extra_args", "image_url", "lora_path", "thread"}
+_known |= {"prediction", *spellings.NAMES, *PUBLISHED_NAMES, *SamplingParams.__struct_fields__}
 
 
 def install() -> None:
@@ -66,15 +65,28 @@ def install() -> None:
 
 @replaces_call(
     "vllm.entrypoints.openai.chat_completion.protocol:resolve_return_mm_kwargs_alias",
-    reason='Clients of diffusion APIs send reasoning_effort "instant", which vLLM\'s protocol refuses; this function is '
-    "given each chat's body before its fields are checked.",
-    until='reasoning_effort may be "instant" in vLLM.',
+    "vllm.entrypoints.openai.responses.protocol:resolve_return_mm_kwargs_alias",
+    reason='Clients of diffusion APIs send the reasoning effort "instant", which vLLM\'s protocols refuse; this function '
+    "is given each body of a chat or response before its fields are checked.",
+    until='A reasoning effort may be "instant" in vLLM.',
 )
 def _reading_instant(stock: Any, body: Any) -> Any:
-    """Read the reasoning effort "instant" as "none"."""
-    if isinstance(body, dict) and body.get("reasoning_effort") == "instant":
-        body = {**body, "reasoning_effort": "none"}
+    """Read the reasoning effort "instant" as "none", and name it where another one is refused."""
+    if isinstance(body, dict):
+        body = _with_known_effort(body, "reasoning_effort", "reasoning_effort")
+        if isinstance(reasoning := body.get("reasoning"), dict):
+            known = _with_known_effort(reasoning, "effort", "reasoning.effort")
+            body = {**body, "reasoning": known}
     return stock(body)
+
+
+def _with_known_effort(values: dict[str, Any], key: str, field: str) -> dict[str, Any]:
+    effort, efforts = values.get(key), get_args(ReasoningEffort)
+    if effort == "instant":
+        return {**values, key: "none"}
+    if isinstance(effort, str) and effort not in efforts:
+        refuse(field, f"must be one of instant, {', '.join(efforts)}; got {one_line(effort)}.")
+    return values
 
 
 @replaces_call(
@@ -86,6 +98,8 @@ def _reading_instant(stock: Any, body: Any) -> Any:
 def _with_door(stock: Any, app: Any) -> None:
     stock(app)
     _refusals()
+    _serve_middles(app)
+    know_fields(_fields_of_bodies(app))
     # A handler of their own: what that of all others answers leaves a trace too.
     for kind in (AttributeError, DecompressionBombError):
         app.add_exception_handler(kind, app.exception_handlers[Exception])
@@ -93,6 +107,35 @@ def _with_door(stock: Any, app: Any) -> None:
         app.add_exception_handler(kind, _noted(handler))
     stop_at_first_errors()
     app.add_middleware(BoundedBodies)
+
+
+def _serve_middles(app: Any) -> None:
+    """Serve ``/v1/completions`` under the name that several clients have for completions with a
+    suffix.
+    """
+    for route in [*app.routes]:
+        if getattr(route, "path", None) == "/v1/completions":
+            app.add_api_route(
+                "/v1/fim/completions",
+                route.endpoint,
+                methods=["POST"],
+                dependencies=route.dependencies,
+                name="create_fim_completion",
+            )
+
+
+def _fields_of_bodies(app: Any) -> Iterator[str]:
+    """Find the names of the fields of each body that a server's routes read."""
+    for route in app.routes:
+        body = getattr(route, "body_field", None)
+        annotation = None if body is None else body.field_info.annotation
+        for protocol in (annotation, *get_args(annotation)):
+            yield from getattr(protocol, "model_fields", ())
+
+
+def know_fields(names: Iterable[str]) -> None:
+    """Have refusals that name one of these fields counted by it."""
+    _known.update(names)
 
 
 def _noted(handler: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
@@ -141,12 +184,9 @@ def _refusals() -> Counter:
 
 
 def _count_refusal(field: str, status: int) -> None:
-    # A client chooses the names of arguments that there are not.
-    if field in _counted or len(_counted) < _MOST_COUNTED:
-        _counted.add(field)
-    else:
-        field = "other"
-    _refusals().labels(field, str(int(status))).inc()
+    # A client chooses the names of fields that there are not, and the places within one that is.
+    name = field.removeprefix("body.").partition(".")[0].partition("[")[0]
+    _refusals().labels(name if name in _known else "other", str(int(status))).inc()
 
 
 def _is_no_mapping(error: Exception) -> bool:
@@ -322,54 +362,62 @@ def read_body(request: Any, model_config: Any, unknown: Mapping[str, Any] | None
     _check_lengths(request, model_config)
     check_fields(request)
     fields = (request.model_extra or {}) if unknown is None else unknown
-    is_constrained = getattr(request, "structured_outputs", None) is not None
-    for name in fields.keys() & _GUIDED.keys():
-        if fields[name] is not None and not is_constrained:
-            where = (
-                f"structured_outputs.{_GUIDED[name]}" if _GUIDED[name] else "no field: leave it out"
-            )
-            refuse(name, f"is a field of older releases of vLLM; here it is {where}.")
+    spellings.read_spellings(request, fields)
     if getattr(request, "use_beam_search", False) and model_config.is_diffusion:
         refuse(
             "use_beam_search",
             "is not supported for diffusion models, which do not write token after token; leave it out.",
         )
-    arguments = {name: value for name, value in fields.items() if name.startswith(PREFIX)}
-    if suffix := getattr(request, "suffix", None) or fields.get("suffix"):
-        arguments |= _suffix_arguments(request, suffix, model_config)
-    # An answer token after token starts from nothing: there the field is a hint that helps nobody,
-    # as in vLLM.
-    if (prediction := fields.get("prediction")) is not None and (spec := spec_of(model_config)):
-        if reason := spec.refused_arguments.get("prediction"):
-            refuse("prediction", reason)
-        if not isinstance(prediction, Mapping):
-            refuse("prediction", 'must be an object, {"type": "content", "content": ...}.')
-        if "vllm_xargs" in type(request).model_fields:
-            arguments["diffusion_prediction"] = prediction
-    if arguments:
-        if "vllm_xargs" not in type(request).model_fields:
-            name = next(iter(arguments))
-            refuse(
-                name, "is not taken by this endpoint; ask /v1/chat/completions or /v1/completions."
-            )
-        request.vllm_xargs = {**arguments, **(request.vllm_xargs or {})}
+    # By the name here, where it is sent and its value.
+    sent = {name: (name, value) for name, value in fields.items() if name.startswith(PREFIX)}
+    for field in ("suffix", "prediction"):
+        if (value := _text_field(request, field, fields, model_config)) is not None:
+            _add(sent, PREFIX + field, field, value)
+    if not sent:
+        return
+    if "vllm_xargs" not in type(request).model_fields:
+        field, _ = next(iter(sent.values()))
+        refuse(field, _NOT_TAKEN)
+    for name, value in (request.vllm_xargs or {}).items():
+        _add(sent, name, f"vllm_xargs.{name}", value)
+    request.vllm_xargs = {name: value for name, (_, value) in sent.items()}
 
 
-def _suffix_arguments(request: Any, suffix: Any, model_config: Any) -> dict[str, Any]:
-    """Return the argument for a suffix of the completions' endpoint, which
-    :class:`SuffixesInCanvases` leaves out of the prompt.
+def _add(sent: dict[str, tuple[str, Any]], name: str, field: str, value: Any) -> None:
+    """Note an argument that a body has, in one field with this value or in several."""
+    other, known = sent.get(name, (field, value))
+    if known is not None and known != value:
+        refuse(other, f"cannot be combined with another {field}; leave one of them out.")
+    sent[name] = other, value
+
+
+def _text_field(request: Any, field: str, fields: Mapping[str, Any], model_config: Any) -> Any:
+    """Return what a body has in a field that only some endpoints and models have, as its argument
+    is sent to the engine; ``None`` if it has nothing there, or this model needs nothing of it.
     """
-    if "suffix" not in type(request).model_fields:
+    value = getattr(request, field, None) or fields.get(field)
+    if value is None or value == "":
+        return None
+    is_suffix = field == "suffix"
+    if is_suffix and "suffix" not in type(request).model_fields:
         refuse(
             "suffix",
             "is a field of /v1/completions; a chat goes on after its last message. Leave it out.",
         )
-    spec = spec_of(model_config)
-    if spec is None:
-        return {}
-    if reason := spec.refused_arguments.get("suffix"):
-        refuse("suffix", reason)
-    return {"diffusion_suffix": suffix}
+    # An answer token after token has its suffix in the prompt, or starts from nothing: there a
+    # prediction is a hint that helps nobody, as in vLLM.
+    if (spec := spec_of(model_config)) is None:
+        return None
+    if reason := spec.refused_arguments.get(field):
+        refuse(field, reason)
+    if is_suffix:
+        check_room(0, request.max_tokens or 0, spec.length)
+        return value
+    # Of the protocols Anthropic's makes another of its body, whose arguments are numbers and text.
+    if not isinstance(request, OpenAIBaseModel):
+        refuse(field, _NOT_TAKEN)
+    predicted_text(value, field)
+    return value
 
 
 class BoundedPrompts(BaseRenderer):

@@ -28,7 +28,9 @@ from vllm_diffusion.requests.arguments import (
     RequestArguments,
     arguments_of,
     attach_arguments,
+    check_room,
     parse_arguments,
+    predicted_text,
     with_end_texts,
 )
 from vllm_diffusion.requests.bounds import Problem
@@ -93,7 +95,7 @@ def _checking_canvases(
             else:
                 check_params(params, self)
                 _check_blocks(params, len(token_ids), model_config)
-                _check_room(params, len(token_ids), model_config)
+                _cut_suffix(params, len(token_ids), model_config)
                 if arguments_of(params).predicts_prompt:
                     _check_predicted(len(token_ids))
         return stock(unaware, request_id, prompt, params, *args, **kwargs)
@@ -233,7 +235,7 @@ def _contradictions(params: Any, spec: CanvasSpec) -> Iterator[Problem]:
             yield field, reason, value
     for name, reason in spec.refused_arguments.items():
         if value := (params.extra_args or {}).get(PREFIX + name):
-            yield PREFIX + name, reason, value
+            yield _field_of(name, value), reason, value
 
 
 def _of_way(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> Iterator[Problem]:
@@ -247,7 +249,11 @@ def _of_way(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> Itera
     for field in chosen.refused_fields():
         value = getattr(params, field)
         if value not in (None, [], _NEUTRAL.get(field)):
-            yield field, f"needs tokens that are not known yet where one is drawn: {remedy}", value
+            problem = f"needs tokens that are not known yet where one is drawn: {remedy}"
+            if field == "structured_outputs":
+                # What is sent as tools is a long grammar by now.
+                problem, value = f"(response_format, tools) {problem}", None
+            yield field, problem, value
     steers = {*spec.rule.settings, "preset"} - {*chosen.rule.settings, RULE}
     steers.update(chosen.layout.refused_arguments)
     for name, value in (params.extra_args or {}).items():
@@ -260,7 +266,14 @@ def _of_way(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> Itera
             (own, value) != ("canvas_length", 1) if way == AUTOREGRESSIVE else own in steers
         )
         if is_refused:
-            yield name, f"has no effect on an answer: {remedy}", value
+            yield _field_of(own, value), f"has no effect on an answer: {remedy}", value
+
+
+def _field_of(name: str, value: Any) -> str:
+    """Return the field in which a client has sent an argument, given without its prefix."""
+    # OpenAI's prediction is an object.
+    is_openai = name == "suffix" or (name == "prediction" and isinstance(value, Mapping))
+    return name if is_openai else PREFIX + name
 
 
 def _combinations(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> Iterator[Problem]:
@@ -373,11 +386,18 @@ def _narrowed(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> Req
 
 
 def _suffix(params: Any, tokenizer: Any, model_config: Any) -> tuple[int, ...]:
-    """Return the token ids of what follows a request's answer; none of most requests."""
+    """Return the token ids of what follows a request's answer; none of most requests.
+
+    A text that is longer than this model's longest suffix is cut before it is made tokens, so that
+    an editor may send all that follows its cursor.
+    """
     text = (params.extra_args or {}).get("diffusion_suffix") or ""
     if not isinstance(text, str):
         refuse("suffix", f"must be text; got {reprlib.repr(text)}.")
-    return _tokens("suffix", text, tokenizer, model_config, model_config.diffusion.spec.length)
+    most = model_config.diffusion.spec.length
+    if tokenizer is not None:
+        text = text[: most * tokenizer.max_chars_per_token]
+    return _tokens("suffix", text, tokenizer, model_config, most)[:most]
 
 
 def _prediction(params: Any, tokenizer: Any, model_config: Any) -> dict[str, Any]:
@@ -391,20 +411,8 @@ def _prediction(params: Any, tokenizer: Any, model_config: Any) -> dict[str, Any
     sent = (params.extra_args or {}).get(PREFIX + "prediction")
     if sent is None or sent == PROMPT:
         return {"predicts_prompt": sent == PROMPT}
-    field, text = PREFIX + "prediction", sent
-    if isinstance(sent, Mapping):
-        field, text = "prediction", sent.get("content") if sent.get("type") == "content" else None
-    if isinstance(text, list) and all(
-        isinstance(part, Mapping) and part.get("type") == "text" for part in text
-    ):
-        parts = [part.get("text") for part in text]
-        text = "".join(parts) if all(isinstance(part, str) for part in parts) else None
-    if not isinstance(text, str):
-        refuse(
-            field,
-            'must be {"type": "content", "content": ...} with a text or a list of {"type": "text", "text": ...}; as '
-            f'diffusion_prediction also a text, or "{PROMPT}"; got {reprlib.repr(sent)}.',
-        )
+    field = _field_of("prediction", sent)
+    text = predicted_text(sent, field)
     tokens = _tokens(field, text, tokenizer, model_config, MOST_PREDICTED)
     _check_predicted(len(tokens), field)
     return {"prediction": tokens}
@@ -490,22 +498,19 @@ def _check_vocabulary(token_ids: Sequence[int], vocab_size: int, field: str = "p
         )
 
 
-def _check_room(params: Any, num_prompt: int, model_config: Any) -> None:
-    """Refuse an answer that does not fit before the suffix, all of which is in sight while the
-    answer is written.
+def _cut_suffix(params: Any, num_prompt: int, model_config: Any) -> None:
+    """Cut a suffix at its far end to the tokens that are in sight while the answer is written;
+    refuse an answer that leaves it none.
     """
-    spec, num_after = model_config.diffusion.spec, len(arguments_of(params).suffix)
-    if not num_after:
+    spec, arguments = model_config.diffusion.spec, arguments_of(params)
+    if not arguments.suffix:
         return
     num_given = spec.num_given(num_prompt)
     most = min(spec.length, num_given + model_config.max_model_len - num_prompt)
-    if params.max_tokens is None or num_given + params.max_tokens + num_after > most:
-        refuse(
-            "suffix",
-            f"has {num_after} tokens and max_tokens is {params.max_tokens}; together, with {num_given} of the prompt, "
-            f"they may be at most {most}, which this model has in sight at once. Send a shorter suffix, or lower "
-            "max_tokens to the length of what is missing.",
-        )
+    max_tokens = most if params.max_tokens is None else params.max_tokens
+    check_room(num_given, max_tokens, most)
+    suffix = arguments.suffix[: most - num_given - max_tokens]
+    attach_arguments(params, msgspec.structs.replace(arguments, suffix=suffix))
 
 
 def _check_blocks(params: Any, num_prompt: int, model_config: Any) -> None:

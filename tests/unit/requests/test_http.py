@@ -16,9 +16,11 @@ from prometheus_client import REGISTRY
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import RetryableRequestError, VLLMValidationError
 from vllm.renderers.base import BaseRenderer
 
+from tests.support.models.specs import diffusion_gemma_spec
 from vllm_diffusion.requests import bounds, http
 from vllm_diffusion.requests.http import (
     BoundedBodies,
@@ -191,17 +193,92 @@ def chat(**fields: Any) -> ChatCompletionRequest:
 
 
 def test_arguments_at_the_top_of_a_body() -> None:
-    """A top-level ``diffusion_*`` field is read as one of ``vllm_xargs``, which has priority."""
-    request = chat(
-        diffusion_max_steps=3, diffusion_step_map=True, vllm_xargs={"diffusion_step_map": False}
-    )
+    """A top-level ``diffusion_*`` field is read as one of ``vllm_xargs``."""
+    request = chat(diffusion_max_steps=3, diffusion_step_map=True, vllm_xargs={"own": 1})
     read_body(request, CANVASES)
-    assert request.vllm_xargs == {"diffusion_max_steps": 3, "diffusion_step_map": False}
+    assert request.vllm_xargs == {"own": 1, "diffusion_max_steps": 3, "diffusion_step_map": True}
     message = AnthropicMessagesRequest(
         model="m", max_tokens=5, messages=[{"role": "user", "content": "a"}]
     )
     read_body(message, CANVASES, {"diffusion_max_steps": 3})
     assert message.vllm_xargs == {"diffusion_max_steps": 3}
+
+
+GUESS = {"type": "content", "content": "a"}
+FILLS = SimpleNamespace(**vars(CANVASES), diffusion=SimpleNamespace(spec=diffusion_gemma_spec(8)))
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return CompletionRequest(model="m", prompt="b", **fields)
+
+
+@pytest.mark.parametrize(
+    ("request_", "fields"),
+    [
+        (chat(diffusion_step_map=True, vllm_xargs={"diffusion_step_map": 0}), "diffusion_step_map"),
+        (completion(suffix="a", max_tokens=1, vllm_xargs={"diffusion_suffix": "b"}), "suffix"),
+        (completion(suffix="a", max_tokens=1, diffusion_suffix="b"), "suffix"),
+        (chat(prediction=GUESS, vllm_xargs={"diffusion_prediction": "prompt"}), "prediction"),
+    ],
+    ids=["at the top", "suffix", "suffix at the top", "prediction"],
+)
+def test_an_argument_given_twice(request_: Any, fields: str) -> None:
+    """An argument with two values is refused with both of its fields, of which one was dropped."""
+    with pytest.raises(
+        VLLMValidationError,
+        match=f"{fields} .* another .*diffusion_{fields.removeprefix('diffusion_')}",
+    ):
+        read_body(request_, FILLS)
+    same = completion(suffix="a", max_tokens=1, vllm_xargs={"diffusion_suffix": "a"})
+    read_body(same, FILLS)
+    assert same.vllm_xargs == {"diffusion_suffix": "a"}
+
+
+def test_fields_of_other_endpoints() -> None:
+    """A prediction that an endpoint would drop, or send on in another form, is refused by name."""
+    message = AnthropicMessagesRequest(model="m", max_tokens=5, messages=[])
+    with pytest.raises(VLLMValidationError, match="prediction is not taken by this") as raised:
+        read_body(message, FILLS, {"prediction": GUESS})
+    assert raised.value.parameter == "prediction"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"suffix": "a", "max_tokens": 8}, "suffix"),
+        ({"suffix": "a", "max_tokens": 7}, None),
+        ({"prediction": "a"}, "prediction"),
+        ({"prediction": {"type": "content", "content": 5}}, "prediction"),
+        ({"prediction": GUESS}, None),
+    ],
+    ids=str,
+)
+def test_what_is_known_before_a_stream_begins(fields: dict[str, Any], field: str | None) -> None:
+    """A suffix without room and a malformed prediction are refused when the body is read."""
+    if field is None:
+        read_body(completion(**fields), FILLS)
+        return
+    with pytest.raises(VLLMValidationError) as raised:
+        read_body(completion(**fields), FILLS)
+    assert raised.value.parameter == field
+
+
+@pytest.mark.parametrize("effort", ["instant", "none", "turbo"])
+def test_efforts(effort: str) -> None:
+    """Chats and responses read "instant" as "none", and list it where another one is refused."""
+    http.install()
+    bodies = (
+        lambda: chat(reasoning_effort=effort).reasoning_effort,
+        lambda: ResponsesRequest(input="a", reasoning={"effort": effort}).reasoning.effort,
+    )
+    for read in bodies:
+        if effort == "turbo":
+            with pytest.raises(
+                VLLMValidationError, match=r"effort must be one of instant, none, .*turbo"
+            ):
+                read()
+        else:
+            assert read() == "none"
 
 
 @pytest.mark.parametrize(
@@ -350,17 +427,34 @@ def test_what_is_answered_is_noted(
     assert json.loads(response.body)["error"]["message"]
 
 
-def test_refusals_are_counted_by_a_bounded_number_of_fields(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """All invented argument names together add a single series to the metric."""
-    monkeypatch.setattr(http, "_counted", {"top_p"})
-    monkeypatch.setattr(http, "_MOST_COUNTED", 2)
+def test_refusals_are_counted_by_the_fields_there_are() -> None:
+    """All invented names together add to one series, and take the place of no field's own."""
+    http.know_fields(["top_p"])
     counted = [REGISTRY.get_sample_value(REFUSED, labels) or 0.0 for labels in LABELS]
-    for field in ("top_p", "new", "newer", "newest", "top_p"):
+    fields = [*("new", "newer", "body.new.0"), *(f"diffusion_{i}" for i in range(100))]
+    for field in (*fields, "top_p", "body.top_p.17", "top_p[3]"):
         http._count_refusal(field, 400)
     now = [REGISTRY.get_sample_value(REFUSED, labels) or 0.0 for labels in LABELS]
-    assert [after - before for after, before in zip(now, counted, strict=True)] == [2, 1, 0, 2]
+    assert [after - before for after, before in zip(now, counted, strict=True)] == [3, 0, 0, 103]
+
+
+def test_fields_of_a_servers_bodies() -> None:
+    """The fields of each body that a route reads are found, and no others."""
+    from fastapi import FastAPI
+
+    app = FastAPI()
+
+    @app.post("/v1/completions")
+    async def create(request: CompletionRequest) -> None: ...
+
+    @app.get("/health")
+    async def health() -> None: ...
+
+    assert {*http._fields_of_bodies(app)} == {*CompletionRequest.model_fields}
+    http._serve_middles(app)
+    (alias,) = (route for route in app.routes if route.path == "/v1/fim/completions")
+    assert alias.endpoint is create
+    assert alias.methods == {"POST"}
 
 
 @pytest.mark.parametrize("body", [{"detail": "Not Found"}, None, "text", []], ids=repr)

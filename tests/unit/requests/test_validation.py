@@ -13,6 +13,7 @@ from tests.support.engines.admission import Processor, checked, validate
 from tests.support.engines.vllm_configs import replan, vllm_config
 from tests.support.models.specs import diffusion_gemma_spec
 from vllm_diffusion.requests import refusals, validation
+from vllm_diffusion.requests.arguments import arguments_of
 from vllm_diffusion.requests.bounds import check_decodable
 
 pytestmark = pytest.mark.engine
@@ -101,6 +102,56 @@ def test_texts_of_tokens_that_only_the_tokenizer_has(name: str, field: str) -> N
     with pytest.raises(VLLMValidationError, match=f"id {most}.*vocabulary") as raised:
         validation.check_params(params, processor)
     assert raised.value.parameter == field
+
+
+class Letters:
+    """A tokenizer with a token for each character."""
+
+    max_chars_per_token = 1
+
+    def __init__(self) -> None:
+        self.num_read = 0
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        self.num_read += len(text)
+        return [5 + ord(character) % 50 for character in text]
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "num_sent", "num_used"), [(3, 4, 4), (3, 5, 5), (3, 6, 5), (7, 10**6, 1)]
+)
+def test_a_suffix_is_cut_at_its_far_end(max_tokens: int, num_sent: int, num_used: int) -> None:
+    """As many of a suffix's first tokens are kept as fit behind the answer, and no more is read."""
+    config = vllm_config(max_model_len=64)
+    replan(config, spec=diffusion_gemma_spec(8))
+    processor, letters = Processor(config), Letters()
+    processor.renderer.tokenizer = letters
+    suffix = "".join(chr(97 + i % 26) for i in range(num_sent))
+    params = SamplingParams(max_tokens=max_tokens, extra_args={"diffusion_suffix": suffix})
+    prompt: Any = {"type": "token", "prompt_token_ids": [1, 2]}
+    for _ in range(2):
+        # Several prompts may share their parameters.
+        request = processor.process_inputs("request", prompt, params, ("generate",))
+        kept = arguments_of(request.sampling_params).suffix
+        assert kept == tuple(Letters().encode(suffix[:num_used]))
+    assert letters.num_read <= 2 * 8
+    params.max_tokens = 8
+    with pytest.raises(VLLMValidationError, match=r"suffix has no room: max_tokens is 8") as raised:
+        processor.process_inputs("request", prompt, params, ("generate",))
+    assert raised.value.parameter == "suffix"
+
+
+def test_a_suffix_is_cut_to_the_models_length() -> None:
+    """Near the end of the model's length a canvas has no room of its own beyond it."""
+    config = vllm_config(max_model_len=64)
+    replan(config, spec=diffusion_gemma_spec(8))
+    processor = Processor(config)
+    processor.renderer.tokenizer = Letters()
+    params = SamplingParams(max_tokens=2, extra_args={"diffusion_suffix": "a" * 9})
+    for num_prompt, num_used in ((10, 6), (58, 4), (61, 1)):
+        prompt: Any = {"type": "token", "prompt_token_ids": [1] * num_prompt}
+        request = processor.process_inputs("request", prompt, params, ("generate",))
+        assert len(arguments_of(request.sampling_params).suffix) == num_used
 
 
 def test_pictures_of_a_refused_request_are_sent_again() -> None:

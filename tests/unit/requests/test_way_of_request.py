@@ -88,6 +88,26 @@ def test_structured_outputs_of_a_way() -> None:
         with pytest.raises(VLLMValidationError) as raised:
             checked(way, structured_outputs=StructuredOutputsParams(regex="a+"))
         assert raised.value.parameter == "structured_outputs"
+        # Names the fields of OpenAI's API, and shows no object of Python's.
+        assert "(response_format, tools)" in str(raised.value)
+        assert "StructuredOutputsParams" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "field"),
+    [
+        ("diffusion_prediction", {"type": "content", "content": "a"}, "prediction"),
+        ("diffusion_prediction", "a", "diffusion_prediction"),
+        ("diffusion_suffix", "a", "suffix"),
+    ],
+)
+def test_fields_of_texts(argument: str, value: Any, field: str) -> None:
+    """A refusal names the field in which OpenAI's clients send a text."""
+    for way in (DRAFTS, CAUSAL):
+        with pytest.raises(VLLMValidationError) as raised:
+            checked(way, max_tokens=4, **{argument: value})
+        assert raised.value.parameter == field
+        assert str(raised.value).startswith(f"{field} ")
 
 
 def test_steering_of_a_single_token() -> None:

@@ -23,8 +23,13 @@ from vllm.tool_parsers.structural_tag_registry import (
 )
 from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
 
-from vllm_diffusion.requests.tool_calls.call_values import typed, with_signs
-from vllm_diffusion.requests.tool_calls.gemma_grammar import Markers, call_grammar
+from vllm_diffusion.requests.tool_calls.call_values import QUOTE, typed, with_signs
+from vllm_diffusion.requests.tool_calls.gemma_grammar import (
+    CALL_END,
+    CALL_START,
+    Markers,
+    call_grammar,
+)
 from vllm_diffusion.requests.tool_calls.read_tools import (
     ANY_TOOL,
     ReadTool,
@@ -89,6 +94,26 @@ class GemmaToolParser(Gemma4EngineToolParser):
             self._parser_engine_cls = GemmaCallParser
         super().__init__(tokenizer, tools, model_config=model_config, **kwargs)
 
+    def extract_tool_calls(self, model_output: str, request: Any) -> Any:
+        """Find the calls of an answer; where none may be made, they are text."""
+        if self._reads_text(request):
+            model_output = _as_text(model_output)
+        return super().extract_tool_calls(model_output, request)
+
+    def extract_tool_calls_streaming(
+        self, previous_text: str, current_text: str, delta_text: str, *ids_and_request: Any
+    ) -> Any:
+        """Find the calls of the next part of an answer, as of a whole one."""
+        if self._reads_text(ids_and_request[-1]):
+            # Without token ids, by which the marks would be found.
+            ids_and_request = ([], [], [], ids_and_request[-1])
+            delta_text = _as_text(delta_text)
+        stock = super().extract_tool_calls_streaming
+        return stock(previous_text, current_text, delta_text, *ids_and_request)
+
+    def _reads_text(self, request: Any) -> bool:
+        return self.structural_tag_model is not None and request.tool_choice == "none"
+
     def get_structural_tag(
         self,
         request: Any,
@@ -136,6 +161,11 @@ class GemmaToolParser(Gemma4EngineToolParser):
                 tags=tags, separator="", at_least_one=True, stop_after_first=named is not None
             )
         )
+
+
+def _as_text(text: str) -> str:
+    """Write calls without the marks by which they would be found, and would be dropped."""
+    return text.replace(CALL_START, "").replace(CALL_END, "").replace(QUOTE, '"')
 
 
 def _named(tool_choice: Any) -> str | None:

@@ -21,9 +21,11 @@ from vllm.config import StructuredOutputsConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
+from tests.support.engines.vllm_configs import vllm_config
 from tests.support.models.checkpoints import SHIPPED
 from tests.support.models.tool_schemas import PARAMETERS, gemma_parser, tool, tool_request
 from vllm_diffusion import plugin
+from vllm_diffusion.live.streamed_parser import following_whole_answers
 from vllm_diffusion.requests.constraint import read_constraint
 from vllm_diffusion.requests.guidance import guidance_grammar
 from vllm_diffusion.requests.tool_calls import schema_reader
@@ -247,6 +249,37 @@ def test_auto_is_free_unless_a_tool_is_strict(tokenizer, compiler):
     call = tokenizer.convert_tokens_to_ids("<|tool_call>")
     assert grammar.accept_tokens("", [call])
     assert not grammar.accept_tokens("", tokenizer.encode("x", add_special_tokens=False)[:1])
+
+
+@pytest.mark.parametrize("follows", [False, True], ids=["stock's stream", "our stream"])
+def test_a_call_that_may_not_be_made_is_text(tokenizer, follows):
+    """With ``tool_choice`` none a client gets the text of a call, whole and streamed, and no
+    call.
+    """
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+    request = tool_request([tool(parameters)], tool_choice="none")
+    written = 'So:<|tool_call>call:store{city:<|"|>Paris<|"|>}<tool_call|>'
+    tokens = tokenizer.encode(written, add_special_tokens=False)
+    _, content, calls = gemma_parser(tokenizer).parse(written, request, enable_auto_tools=True)
+    assert (content, calls or []) == ('So:call:store{city:"Paris"}', [])
+    for width in (1, 5, 64):
+        parser, sent, streamed = gemma_parser(tokenizer), "", ""
+        if follows:
+            following = following_whole_answers(type(parser))
+            parser = following(tokenizer, None, model_config=vllm_config().model_config)
+        for i in range(0, len(tokens), width):
+            text = tokenizer.decode(tokens[: i + width], skip_special_tokens=False)
+            delta = parser.parse_delta(
+                text[len(sent) :],
+                tokens[i : i + width],
+                request,
+                [2, 7, 8],
+                finished=i + width >= len(tokens),
+            )
+            sent = text
+            streamed += (delta.content if delta else None) or ""
+            assert not (delta and delta.tool_calls)
+        assert streamed == content, width
 
 
 def test_other_models_are_left_alone(tokenizer):
