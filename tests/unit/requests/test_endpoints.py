@@ -7,8 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.renderers.hf import HfRenderer
 
 from vllm_diffusion.live import http
+from vllm_diffusion.requests.http import BoundedPrompts
 
 
 class Stock:
@@ -33,9 +35,12 @@ def test_objects_keep_their_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "_stream_whole_answers", lambda served: None)
     monkeypatch.setattr(http, "ENDPOINTS", dict.fromkeys(("served", "left_out", "unknown"), Ours))
     # Of a model without canvases.
-    client = SimpleNamespace(model_config=SimpleNamespace(), renderer=object())
+    renderer = HfRenderer.__new__(HfRenderer)
+    client = SimpleNamespace(model_config=SimpleNamespace(), renderer=renderer)
     asyncio.run(http._serving_canvases.make(stock)(client, state, "args"))
     assert state.served is served
+    # It bounds text of every model.
+    assert isinstance(renderer, BoundedPrompts)
     assert state.left_out is None
     assert not hasattr(state, "unknown")
     assert seen == [(client, "ours of stock", "args")]
