@@ -329,9 +329,13 @@ def test_refused_bodies(more: dict[str, Any], reason: str, server: Server) -> No
 
 @pytest.mark.parametrize("count", [27, 255])
 def test_more_options_than_letters(count: int, server: Server) -> None:
-    """More than 26 choices, which have no letter each, get a 400 with that number."""
+    """More than 26 choices, which have no letter each, get a 400 with that number and the
+    question's.
+    """
     choices = [{"value": f"option {i}"} for i in range(count)]
     question = {"type": "choice", "instructions": "Which?", "choices": choices}
     response = server.post("/v1/decisions", {"input": "x", "questions": [question]})
     assert response.status_code == 400
-    assert "26 choices" in response.json()["error"]["message"]
+    said = response.json()["error"]["message"]
+    assert "up to 26 options" in said
+    assert f"question 0 has {count}" in said

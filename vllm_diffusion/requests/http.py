@@ -461,8 +461,8 @@ def check_characters(text: str, most: int) -> None:
     if len(text) > most:
         refuse(
             "prompt",
-            f"has {len(text)} characters, with all messages and tools; the longest of this model has {most}. Send "
-            "less.",
+            f"has {len(text)} characters, with all messages and tools; the longest that fits this model's context has "
+            f"{most}. Send less.",
         )
 
 
