@@ -19,16 +19,7 @@ def model_and_loop(toy: TinyModel) -> tuple[Callable[..., Any], Callable[..., Te
     classes, modelling = load("configuration_llada"), load("modeling_llada")
     own = ("architectures", "auto_map", "model_type", "torch_dtype")
     config = classes.LLaDAConfig(
-        **{name: value for name, value in toy.config.items() if name not in own},
-        block_type="llama",
-        layer_norm_type="rms",
-        rope=True,
-        rope_full_precision=True,
-        alibi=False,
-        include_bias=False,
-        attention_dropout=0.0,
-        residual_dropout=0.0,
-        embedding_dropout=0.0,
+        **{name: value for name, value in toy.config.items() if name not in own}
     )
     layers = modelling.create_model_config_from_pretrained_config(config)
     layers.init_device = "cpu"

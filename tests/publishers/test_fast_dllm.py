@@ -30,7 +30,7 @@ def test_fast_dllm(sharpness: float, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(DynamicCache, "__getitem__", keys_and_values, raising=False)
     own = ("architectures", "auto_map", "model_type", "torch_dtype")
     fields = {name: value for name, value in toy.config.items() if name not in own}
-    config = load("configuration").Fast_dLLM_QwenConfig(**fields, pad_token_id=0)
+    config = load("configuration").Fast_dLLM_QwenConfig(**fields)
     body = load("modeling").Fast_dLLM_QwenForCausalLM(config).float().eval()
     body.load_state_dict(toy.tensors())
     body.lm_head.register_forward_hook(lambda module, inputs, output: without_mask(output))

@@ -85,9 +85,7 @@ def test_sdar(
     load = publisher(monkeypatch)
     own = ("architectures", "auto_map", "model_type", "torch_dtype")
     fields = {name: value for name, value in toy.config.items() if name not in own}
-    config = load("configuration_sdar").SDARConfig(
-        **fields, pad_token_id=0, fuse_cross_entropy=False
-    )
+    config = load("configuration_sdar").SDARConfig(**fields | {"fuse_cross_entropy": False})
     body = load("modeling_sdar").SDARForCausalLM(config).float().eval()
     body.load_state_dict(toy.tensors())
     body.lm_head.register_forward_hook(lambda module, inputs, output: without_mask(output))

@@ -134,7 +134,7 @@ def test_dream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ROPE_INIT_FUNCTIONS, "default", default_rope)
     own = ("architectures", "auto_map", "model_type", "torch_dtype")
     fields = {name: value for name, value in toy.config.items() if name not in own}
-    config = load("configuration_dream").DreamConfig(**fields, pad_token_id=0)
+    config = load("configuration_dream").DreamConfig(**fields)
     body = load("modeling_dream").DreamModel(config).float().eval()
     body.load_state_dict(toy.tensors())
     requests, expected = [], []
