@@ -141,7 +141,7 @@ class CanvasTotals(NamedTuple):
         passes: Number of passes: the steps, and the one that committed it if there was one.
         tokens: Number of emitted tokens.
         microseconds: Duration on the scheduler's clock.
-        way: Index of its request's way in ``CanvasSpec.ways``.
+        way: Place of its request's way in ``CanvasSpec.ways``.
     """
 
     steps: int
@@ -156,6 +156,10 @@ class _OpenCanvas:
     begun: float
     steps: int = 0
     passes: int = 0
+
+
+def _way(request: Request) -> int:
+    return arguments_of(request.sampling_params).way
 
 
 class PassCounters:
@@ -175,9 +179,6 @@ class PassCounters:
     def _zeros(self) -> list[PassTotals]:
         return [PassTotals() for _ in self._spec.ways]
 
-    def _way(self, request: Request) -> int:
-        return self._spec.way(arguments_of(request.sampling_params).settings)
-
     def observe(self, request: Request, rows: RowCounts, max_steps: int) -> None:
         """Count one request's part of one pass.
 
@@ -186,7 +187,7 @@ class PassCounters:
             rows: Rows that ran, and emitted tokens.
             max_steps: Step cap of the request.
         """
-        way, request_id = self._way(request), request.request_id
+        way, request_id = _way(request), request.request_id
         totals = self._totals[way]
         totals.encode_rows += rows.encoded
         totals.canvas_rows += rows.denoised
@@ -218,11 +219,11 @@ class PassCounters:
 
     def observe_stuck_request(self, request: Request) -> None:
         """Count a request that was ended because it settled nothing."""
-        self._totals[self._way(request)].stuck_requests += 1
+        self._totals[_way(request)].stuck_requests += 1
 
     def observe_empty_answer(self, request: Request) -> None:
         """Count an answer that has no token before its end."""
-        self._totals[self._way(request)].empty_answers += 1
+        self._totals[_way(request)].empty_answers += 1
 
     def attach(
         self, stats: SpecDecodingStats | None, num_spec_tokens: int
@@ -373,8 +374,8 @@ class DiffusionStatLogger(StatLoggerBase):
         self._kept = _kept_tokens(vllm_config, self._labels)
         if spec is not None:
             self._counters, self._histograms = instruments()
-            self._of_ways = [(*labels, name) for name in spec.ways]
-            self._verifies = [spec.of_way(way).layout.verifies for way in range(len(spec.ways))]
+            self._of_ways = [(*labels, way.name) for way in spec.ways]
+            self._verifies = [way.layout.verifies for way in spec.ways]
 
     def record(
         self,

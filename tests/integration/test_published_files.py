@@ -47,7 +47,7 @@ def served(folder: Path) -> dict[str, Any]:
     ends = getattr(model.hf_config, "eos_token_id", None) if ends is None else ends
     return {
         "architecture": model.architecture,
-        "rule": spec.ways[0],
+        "rule": spec.ways[0].name,
         "settings": dict(spec.settings),
         "block": spec.block_length({}),
         "steps": spec.max_denoising_steps,
@@ -251,7 +251,7 @@ def test_an_autoregressive_nemotron(tmp_path: Path) -> None:
         config = config_of(folder, hf_overrides=trained, additional_config={"diffusion": settings})
         spec = spec_of(config.model_config)
         assert spec is not None
-        assert spec.ways[0] == "reveal"
+        assert spec.ways[0].name == "reveal"
     assert spec.settings["rule"] == "autoregressive"
 
 

@@ -42,11 +42,13 @@ def spec_of(**settings: Any) -> CanvasSpec:
     return spec
 
 
-def request(request_id: str = "a", way: str | None = None) -> Any:
+WAYS = ["entropy_bound", "linear_spec", "autoregressive"]
+
+
+def request(request_id: str = "a", way: str = "entropy_bound") -> Any:
     """Return a stand-in for the engine's request, which may choose its way."""
-    arguments = {"diffusion_rule": way} if way else {}
-    params = SamplingParams(extra_args=arguments)
-    attach_arguments(params, RequestArguments(settings={"rule": way} if way else {}))
+    params = SamplingParams()
+    attach_arguments(params, RequestArguments(way=WAYS.index(way)))
     return SimpleNamespace(request_id=request_id, sampling_params=params)
 
 
@@ -95,7 +97,8 @@ def test_kept_tokens_of_canvases(verifies: bool) -> None:
     name = f"verifies {verifies}"
     config = vllm_config(served_model_name=name)
     layout = (VerifiedDraft if verifies else FreeCanvas)(8)
-    replan(config, spec=replace(config.model_config.diffusion.spec, layout=layout))
+    spec = config.model_config.diffusion.spec
+    replan(config, spec=replace(spec, ways=(replace(spec.ways[0], layout=layout),)))
     stat_logger = DiffusionStatLogger(config)
     counters = PassCounters(config.model_config.diffusion.spec)
     for kept in (3, 1, 2):
@@ -115,8 +118,7 @@ def test_kept_tokens_of_canvases(verifies: bool) -> None:
 
 def test_ways_are_counted_apart() -> None:
     """If requests choose a way, numbers have its label, and only drafts count verifications."""
-    ways = ["entropy_bound", "linear_spec", "autoregressive"]
-    config = vllm_config(served_model_name="ways", additional_config={"diffusion": {"rules": ways}})
+    config = vllm_config(served_model_name="ways", additional_config={"diffusion": {"rules": WAYS}})
     counters = PassCounters(config.model_config.diffusion.spec)
     for rows in (PROMPT, STEP, LAST):
         counters.observe(request("a"), rows, 16)
@@ -133,7 +135,7 @@ def test_ways_are_counted_apart() -> None:
         labels = {"model_name": "ways", "engine": "0"}
         return [
             REGISTRY.get_sample_value(f"vllm_diffusion:{metric}", labels | {"way": way})
-            for way in ways
+            for way in WAYS
         ]
 
     assert count("emitted_tokens_total") == [32, 3, 2]

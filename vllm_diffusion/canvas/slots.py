@@ -21,7 +21,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from attention_kernels.noise import Purpose, uniform_tokens
 from vllm_diffusion.canvas.predictions import FollowedText, Predictions
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
-from vllm_diffusion.decoding.rule import AUTOREGRESSIVE, RULE
+from vllm_diffusion.decoding.ways import Way, WayOfSlots, holding
 from vllm_diffusion.requests.arguments import (
     RequestArguments,
     arguments_of,
@@ -116,8 +116,6 @@ class RequestTensors:
     Attributes:
         max_steps: [R], int32, the step cap.
         settings: [R] each, the rule's settings by name.
-        first_phase: [R], int8, :class:`Phase` in which canvases begin: that of a commit where
-            nothing is drafted; ``None`` where every canvas is denoised first.
         read_only: [R], bool, canvases that need no commit.
         maps_steps: [R], bool, requests that ask which step decided each token.
         seed_canvas: [R, C], int64, first canvases that requests bring.
@@ -126,7 +124,6 @@ class RequestTensors:
 
     max_steps: Tensor
     settings: dict[str, Tensor]
-    first_phase: Tensor | None
     read_only: Tensor
     maps_steps: Tensor
     seed_canvas: Tensor
@@ -199,6 +196,7 @@ class CanvasSlots:
             sequence keeps them.
         rule_memory: Tensors that the rule remembers, by name; see :class:`Memory`.
         requested: Arguments of the requests.
+        way: The way of each slot's request.
         block_length: [R], int64, on the host: positions of each canvas that are denoised at a time.
         num_after: [R], int64, on the host: positions of a canvas after the answer.
         is_seeded: [R], bool, on the host: canvases begin with a token that the encoding pass draws.
@@ -227,19 +225,20 @@ class CanvasSlots:
         widths = {"canvas": (), "position": (C,), "step": (spec.max_denoising_steps,)}
         self.rule_memory = {
             name: zeros(R, *widths[memory.per], dtype=memory.dtype)
-            for name, memory in spec.rule.memory.items()
+            for rule in spec.rules
+            for name, memory in rule.memory.items()
         }
         self.requested = RequestTensors(
             max_steps=zeros(R, dtype=torch.int32),
             settings={
-                name: zeros(R, dtype=setting.dtype) for name, setting in spec.rule.settings.items()
+                name: zeros(R, dtype=setting.dtype) for name, setting in spec.rule_settings.items()
             },
-            first_phase=None if spec.drafts is None else zeros(R, dtype=torch.int8),
             read_only=zeros(R, dtype=torch.bool),
             maps_steps=zeros(R, dtype=torch.bool),
             seed_canvas=zeros(R, C, dtype=torch.int64),
             end_tokens=zeros(R, MAX_END_TOKENS, dtype=torch.int64),
         )
+        self.way = WayOfSlots(spec.ways, R, device)
         self.block_length = np.full(R, C, dtype=np.int64)
         self.num_after = np.zeros(R, dtype=np.int64)
         self.is_seeded = np.full(R, spec.layout.is_seeded)
@@ -263,28 +262,34 @@ class CanvasSlots:
         return self.phase.device
 
     @property
-    def verified(self) -> Tensor | None:
-        """[R], bool: slots whose request chose to have its canvases verified; ``None`` where none
-        can choose.
-        """
-        return None if self.spec.drafts is None else self.requested.settings[RULE] > 0
-
-    @property
     def seeds_next(self) -> Tensor:
         """[R], bool: canvases in their commit, of which a row draws the next one's first token."""
         is_committed = self.phase == int(Phase.COMMITTING)
-        if self.verified is None or self.spec.layout.is_seeded:
-            return is_committed
-        return is_committed & self.verified
+        return holding(self.way.fact(lambda way: way.layout.is_seeded), is_committed)
+
+    @property
+    def first_phase(self) -> Tensor:
+        """[R], int8: the :class:`Phase` in which canvases begin, a commit's where none denoises
+        them.
+        """
+        denoises = self.way.fact(lambda way: way.denoises)
+        denoising, committing = int(Phase.DENOISING), int(Phase.COMMITTING)
+        if isinstance(denoises, bool):
+            return torch.full_like(self.phase, denoising if denoises else committing)
+        return torch.where(denoises, denoising, committing).to(self.phase.dtype)
 
     def add_request(self, slot: int, request: NewRequest) -> None:
         """Stage a new owner of ``slot``; every tensor's row is rewritten."""
         self._staged[slot] = request
         own = request.arguments.settings
         self.block_length[slot] = self.spec.block_length(own)
-        self.is_seeded[slot] = self.spec.of_request(own).layout.is_seeded
+        self.is_seeded[slot] = self.way_of(request).layout.is_seeded
         self.num_after[slot] = self.spec.layout.num_after(len(request.arguments.suffix))
         self.features.add_request(slot, request)
+
+    def way_of(self, request: NewRequest) -> Way:
+        """Return the way of a request."""
+        return self.spec.ways[request.arguments.way]
 
     def remove_request(self, slot: int) -> None:
         """Forget what the host keeps of ``slot``; its tensors are rewritten by the next owner."""
@@ -305,14 +310,14 @@ class CanvasSlots:
             self.predictions.write(brought)
         self._staged.clear()
 
-        chosen = [{**spec.settings, **row.arguments.settings} for row in rows]
+        chosen = [spec.all_settings(row.arguments.settings) for row in rows]
         for tensor, values in (
             (
                 requested.max_steps,
-                [row.arguments.max_steps or spec.max_denoising_steps for row in rows],
+                [row.arguments.max_steps or self.way_of(row).max_denoising_steps for row in rows],
             ),
             *(
-                (tensor, [spec.rule.settings[name].number(own[name]) for own in chosen])
+                (tensor, [spec.rule_settings[name].number(own[name]) for own in chosen])
                 for name, tensor in requested.settings.items()
             ),
             (requested.read_only, [row.arguments.read_only for row in rows]),
@@ -326,11 +331,10 @@ class CanvasSlots:
             tensor.index_fill_(0, index, 0)
         self.previous_result.index_fill_(0, index, -1)
         self.phase.index_fill_(0, index, int(Phase.DENOISING))
-        if requested.first_phase is not None:
-            ways = [spec.ways[spec.way(row.arguments.settings)] for row in rows]
-            first = np.array([way == AUTOREGRESSIVE for way in ways], dtype=np.int8)
-            requested.first_phase[index] = self._to_device(first * int(Phase.COMMITTING))
-            self.phase[index] = requested.first_phase[index]
+        if self.way.index is not None:
+            ways = np.array([row.arguments.way for row in rows], dtype=np.int32)
+            self.way.index[index] = self._to_device(ways)
+            self.phase[index] = self.first_phase[index]
 
         # On the host, so that nothing is launched for it: a draw is the same on any device.
         seed = torch.tensor([row.seed for row in rows])

@@ -17,6 +17,7 @@ number of slots, C the canvas length.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,8 +26,9 @@ from torch import Tensor
 from attention_kernels.noise import Purpose, uniform_tokens
 from vllm_diffusion.canvas.cuda_graphs import compiled
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
-from vllm_diffusion.decoding.rule import StepDecision, StepInputs
+from vllm_diffusion.decoding.rule import DecodingRule, StepDecision, StepInputs
 from vllm_diffusion.decoding.statistics import PositionStatistics
+from vllm_diffusion.decoding.ways import Way
 
 _DENOISING, _COMMITTING = int(Phase.DENOISING), int(Phase.COMMITTING)
 
@@ -97,9 +99,8 @@ def temperatures(slots: CanvasSlots, requested: Tensor) -> tuple[Tensor, Tensor]
         slots: The canvases.
         requested: [R], float32, of the requests.
     """
-    return slots.spec.rule.temperatures(
-        slots.requested.settings, slots.step, slots.requested.max_steps, requested
-    )
+    given = slots.requested.settings, slots.step, slots.requested.max_steps, requested
+    return slots.way.choose(lambda way: way.rule, lambda rule: rule.temperatures(*given))
 
 
 class CanvasStep:
@@ -110,7 +111,7 @@ class CanvasStep:
         slots: CanvasSlots,
         *,
         converge_at_end: bool = False,
-        commits: bool = False,
+        commits: Callable[[Way], bool] = lambda way: False,
         compile_backend: str | None,
     ) -> None:
         """Bind the step to a server's state.
@@ -118,13 +119,13 @@ class CanvasStep:
         Args:
             slots: The state, updated in place.
             converge_at_end: Judge a canvas by its positions up to its first end token.
-            commits: A canvas is emitted by a commit (:class:`PassOrder`), and not by the step that
-                converges, unless it is only read.
+            commits: Tells of a way whether canvases are emitted by a commit (:class:`PassOrder`),
+                and not by the step that converges, unless they are only read.
             compile_backend: Backend of ``torch.compile``; ``None`` runs eagerly.
         """
         self._slots = slots
         self._spec = slots.spec
-        self._converge_at_end = slots.spec.converges_at_end(converge_at_end)
+        self._converge_at_end = converge_at_end
         self._commits = commits
         self._run: Callable[[PositionStatistics, SlotPass], StepOutput] = compiled(
             self._advance, compile_backend
@@ -161,10 +162,9 @@ class CanvasStep:
         num_final = decision.num_final
         if num_final is None:
             of_pass = slots.canvas, statistics.candidate, slot_pass.num_rows
-            num_final = layout.num_final(*of_pass)
-            if slots.verified is not None and self._spec.drafts is not None:
-                agreed = self._spec.drafts.layout.num_final(*of_pass)
-                num_final = torch.where(slots.verified, agreed, num_final)
+            num_final = slots.way.choose(
+                lambda way: way.layout, lambda layout: layout.num_final(*of_pass)
+            )
         result = torch.where(denoised[:, None], decision.result, slots.canvas)
         step = slots.step + denoised.to(torch.int32)
         before = slots.canvas if self._spec.marks_undecided else slots.previous_result
@@ -199,35 +199,49 @@ class CanvasStep:
     def _decide(
         self, statistics: PositionStatistics, slot_pass: SlotPass, position: Tensor
     ) -> StepDecision:
-        """Ask the rule."""
+        """Ask the rules."""
         slots = self._slots
         known = position < slots.num_given[:, None]
         fixed = slots.pinned | known
-        return self._spec.rule.decide(
-            StepInputs(
-                canvas=slots.canvas,
-                # Whatever the model predicts there, an answer has the token that is given.
-                predicted=statistics._replace(
-                    argmax=torch.where(fixed, slots.canvas, statistics.argmax)
-                ),
-                previous_result=slots.previous_result,
-                valid=position < slot_pass.num_rows[:, None],
-                fixed=fixed,
-                known=known,
-                end_tokens=slots.requested.end_tokens if self._converge_at_end else None,
-                step=slots.step,
-                max_steps=slots.requested.max_steps,
-                uniform=self._uniform(slot_pass.seed),
-                greedy=slot_pass.greedy,
+        inputs = StepInputs(
+            canvas=slots.canvas,
+            # Whatever the model predicts there, an answer has the token that is given.
+            predicted=statistics._replace(
+                argmax=torch.where(fixed, slots.canvas, statistics.argmax)
             ),
-            slots.requested.settings,
-            slots.rule_memory,
+            previous_result=slots.previous_result,
+            valid=position < slot_pass.num_rows[:, None],
+            fixed=fixed,
+            known=known,
+            end_tokens=slots.requested.end_tokens,
+            step=slots.step,
+            max_steps=slots.requested.max_steps,
+            uniform=self._uniform(slot_pass.seed),
+            greedy=slot_pass.greedy,
         )
+        return slots.way.choose(lambda way: way.rule, partial(self._decide_by, inputs))
+
+    def _decide_by(self, inputs: StepInputs, rule: DecodingRule) -> StepDecision:
+        """Ask one rule, about all slots."""
+        spec, memory = self._spec, self._slots.rule_memory
+        if not (self._converge_at_end or rule.judges_to_end):
+            inputs = inputs._replace(end_tokens=None)
+        named = inputs.predicted.named
+        if named is not None and rule.named_tokens != spec.named_tokens:
+            own = [spec.named_tokens.index(token) for token in rule.named_tokens]
+            inputs = inputs.with_predicted(named=named[..., own])
+        decision = rule.decide(inputs, self._slots.requested.settings, memory)
+        if len(spec.rules) == 1:
+            return decision
+        # What only some of the rules say, this one says too.
+        if decision.has_final_kv is None and any(each.can_finish_kv for each in spec.rules):
+            decision = decision._replace(has_final_kv=torch.zeros_like(decision.done))
+        return decision._replace(memory={**memory, **decision.memory})
 
     def _uniform(self, seed: Tensor) -> Tensor | None:
         """[R, C], float32: random numbers above 0 and below 1, for a rule that draws positions."""
         slots = self._slots
-        if not self._spec.rule.draws_positions:
+        if not any(rule.draws_positions for rule in self._spec.rules):
             return None
         numbers = uniform_tokens(
             seed, slots.canvas_idx, slots.step, slots.canvas_length, 2**23, Purpose.REVEAL
@@ -238,17 +252,18 @@ class CanvasStep:
         self, done: Tensor, committed: Tensor, decision: StepDecision
     ) -> tuple[Tensor, Tensor]:
         """Two bool tensors [R]: canvases that this pass emits, and those whose KV is final."""
-        verified = self._slots.verified
-        if not self._commits:
-            if verified is None:
-                return done, torch.zeros_like(done)
-            return torch.where(verified, committed, done), committed & verified
+        commits = self._slots.way.fact(self._commits)
+        if commits is False:
+            return done, torch.zeros_like(done)
         finished = committed
         if decision.has_final_kv is not None:
             finished = committed | (done & decision.has_final_kv)
         # A canvas that is only read needs no commit. What a pass on its way runs after it is a
         # first step, which needs nothing of the last one.
-        return finished | (done & self._slots.requested.read_only), finished
+        emitted = finished | (done & self._slots.requested.read_only)
+        if commits is True:
+            return emitted, finished
+        return torch.where(commits, emitted, done), finished & commits
 
     def _next_input(
         self, decision: StepDecision, kept: Tensor, slot_pass: SlotPass, position: Tensor
@@ -279,10 +294,7 @@ class CanvasStep:
         slots.previous_result.copy_(torch.where(begins[:, None], -1, previous))
         slots.step.copy_(torch.where(begins, zero, output.step))
         slots.decided_step.copy_(torch.where(begins[:, None], 0, output.decided_step))
-        first_phase = slots.requested.first_phase
-        slots.phase.copy_(
-            torch.where(begins, _DENOISING if first_phase is None else first_phase, phase)
-        )
+        slots.phase.copy_(torch.where(begins, slots.first_phase, phase))
         slots.canvas_idx.copy_(slots.canvas_idx + begins.to(torch.int32))
         for name, tensor in slots.rule_memory.items():
             one_each = (-1, *[1] * (tensor.dim() - 1))
@@ -308,8 +320,10 @@ class CanvasStep:
             initial = torch.where(slots.pinned, slots.requested.seed_canvas, initial)
             num_given = num_final
         canvas = torch.where(begins[:, None], initial, slots.canvas)
-        if (seeded := self._spec.seeded_layout) is not None:
-            seed_position = seeded.seed_position(num_final)
+        if any(way.layout.is_seeded for way in self._spec.ways):
+            seed_position = slots.way.choose(
+                lambda way: way.layout, lambda layout: layout.seed_position(num_final)
+            )
             drawn_by = torch.where(seeds_next, seed_position, 0).long()[:, None]
             token = statistics.candidate.gather(-1, drawn_by)
             # A token that is pinned in the first canvas stands there from its first step on.

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vllm_diffusion.decoding.layouts import CanvasLayout
-from vllm_diffusion.decoding.rule import RULE, DecodingRule
+from vllm_diffusion.decoding.rule import Choice, DecodingRule, Setting
 from vllm_diffusion.decoding.statistics import PositionStatistics
+from vllm_diffusion.decoding.ways import Way
 
 _FINAL = "is not supported by this model, which cannot revise a token that a canvas starts from; leave it out."
 
@@ -20,27 +23,70 @@ class CanvasSpec:
     """Description of canvases, made at start-up for API process, scheduler and workers.
 
     Attributes:
-        layout: Layout of canvases in a sequence.
-        rule: Rule that decides which tokens a step keeps, and when a canvas is done.
-        max_denoising_steps: N, the step cap, also the largest that a request may ask for.
-        settings: Default settings of the rule, by name.
+        ways: The ways to make tokens that requests choose from, the family's own first.
+        settings: Default settings of the rules, by name.
+        default_way: Place in ``ways`` of the one of requests that choose none.
         mask_token_id: Token of undecided positions, never drawn in a canvas; ``None`` for uniformly
             random tokens.
-        drafts: Description of the canvases of requests whose setting ``rule`` is not the first one,
-            and which are verified; ``None`` where no request chooses.
-        ways: Names of the rules that requests choose from; of one rule where none chooses.
         end_texts: Texts of tokens that end an answer, besides those of ``generation_config.json``
             and of the tokenizer.
     """
 
-    layout: CanvasLayout
-    rule: DecodingRule
-    max_denoising_steps: int
+    ways: tuple[Way, ...]
     settings: Mapping[str, float | str]
+    default_way: int = 0
     mask_token_id: int | None = None
-    drafts: CanvasSpec | None = None
-    ways: tuple[str, ...] = ("",)
     end_texts: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        layout: CanvasLayout,
+        rule: DecodingRule,
+        max_denoising_steps: int,
+        settings: Mapping[str, float | str],
+        *,
+        name: str = "",
+        **others: Any,
+    ) -> CanvasSpec:
+        """Describe canvases of one way, by the attributes of :class:`Way`."""
+        return cls((Way(name, layout, rule, max_denoising_steps),), settings, **others)
+
+    @property
+    def layout(self) -> CanvasLayout:
+        """Layout that tells where canvases lie, which is the same for all ways."""
+        return self.ways[0].layout
+
+    @property
+    def rules(self) -> tuple[DecodingRule, ...]:
+        """The rules of the ways, each once."""
+        return tuple(dict.fromkeys(way.rule for way in self.ways))
+
+    @property
+    def rule_settings(self) -> dict[str, Setting | Choice]:
+        """The settings of all rules, by name."""
+        return {name: each for rule in self.rules[::-1] for name, each in rule.settings.items()}
+
+    @property
+    def presets(self) -> dict[str, Mapping[str, float | str]]:
+        """The presets of all rules, by name."""
+        return {name: each for rule in self.rules[::-1] for name, each in rule.presets.items()}
+
+    @property
+    def way_names(self) -> Choice | None:
+        """The names of the ways to choose from; ``None`` if there is one."""
+        names = tuple(way.name for way in self.ways)
+        return Choice(names, "how the tokens of a request are made") if len(names) > 1 else None
+
+    @property
+    def max_denoising_steps(self) -> int:
+        """N, the largest step cap of a way."""
+        return max(way.max_denoising_steps for way in self.ways)
+
+    @property
+    def named_tokens(self) -> tuple[int, ...]:
+        """Token ids whose probabilities the steps need, in the order of the statistics."""
+        return tuple(dict.fromkeys(chain.from_iterable(rule.named_tokens for rule in self.rules)))
 
     @property
     def length(self) -> int:
@@ -68,32 +114,6 @@ class CanvasSpec:
         """
         return {**self.settings, **own}
 
-    def way(self, own: Mapping[str, float | str]) -> int:
-        """Return the index in ``ways`` of a request's rule: 0 where no request chooses.
-
-        Args:
-            own: Settings of the rule that the request brings, by name.
-        """
-        if self.drafts is None:
-            return 0
-        return self.ways.index(str(own.get(RULE, self.settings[RULE])))
-
-    def of_way(self, way: int) -> CanvasSpec:
-        """Return the description of the canvases of requests of a way, an index in ``ways``."""
-        return self.drafts if way and self.drafts is not None else self
-
-    def of_request(self, own: Mapping[str, float | str]) -> CanvasSpec:
-        """Return the description of a request's canvases, by the settings that it brings."""
-        return self.of_way(self.way(own))
-
-    @property
-    def seeded_layout(self) -> CanvasLayout | None:
-        """Layout of canvases that begin with a token which the encoding pass draws; ``None`` if
-        none do.
-        """
-        layout = self.layout if self.drafts is None else self.drafts.layout
-        return layout if layout.is_seeded else None
-
     def block_length(self, settings: Mapping[str, float | str]) -> int:
         """Return how many positions of a request's canvas are denoised at a time.
 
@@ -109,27 +129,14 @@ class CanvasSpec:
             return ()
         return (self.mask_token_id,)
 
-    @property
-    def refused_arguments(self) -> Mapping[str, str]:
-        """The ``diffusion_*`` arguments that are not supported, without that prefix, each with the
-        reason and the remedy.
+    def refused_arguments(self, way: Way) -> Mapping[str, str]:
+        """Return the ``diffusion_*`` arguments that a way cannot honour, without that prefix, each
+        with the reason and the remedy.
         """
-        refused = self.layout.refused_arguments
-        if not self.marks_undecided or self.rule.revises:
+        refused = way.layout.refused_arguments
+        if not self.marks_undecided or way.rule.revises:
             return refused
         return {"prediction": _FINAL, **refused}
-
-    def refused_fields(self) -> dict[str, str]:
-        """Return the request fields that are not supported, each with the reason and the remedy."""
-        return {**self.layout.refused_fields, **self.rule.refused_fields}
-
-    def converges_at_end(self, is_requested: bool) -> bool:
-        """Return true if a canvas is judged by its positions up to its first end token only.
-
-        Args:
-            is_requested: Setting ``converge_at_end`` of the server.
-        """
-        return is_requested or self.rule.judges_to_end
 
     def statistics(self, num_slots: int, device: torch.device) -> PositionStatistics:
         """Allocate the statistics that the rule decides from.
@@ -142,7 +149,8 @@ class CanvasSpec:
         def zeros(dtype: torch.dtype, *width: int) -> Tensor:
             return torch.zeros(num_slots, self.length, *width, dtype=dtype, device=device)
 
-        num_likeliest, num_named = self.rule.num_choices, len(self.rule.named_tokens)
+        rules, num_named = self.rules, len(self.named_tokens)
+        num_likeliest = max(rule.num_choices for rule in rules)
         return PositionStatistics(
             argmax=zeros(torch.int64),
             candidate=zeros(torch.int64),
@@ -150,6 +158,6 @@ class CanvasSpec:
             drawn_confidence=zeros(torch.float32),
             confidence=zeros(torch.float32) if num_likeliest else None,
             choices=zeros(torch.int64, num_likeliest) if num_likeliest else None,
-            margin=zeros(torch.float32) if self.rule.judges_filtered else None,
+            margin=zeros(torch.float32) if any(rule.judges_filtered for rule in rules) else None,
             named=zeros(torch.float32, num_named) if num_named else None,
         )

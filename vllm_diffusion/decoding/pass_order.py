@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm_diffusion.decoding.canvas_spec import CanvasSpec
+    from vllm_diffusion.decoding.ways import Way
 
 
 @dataclass(frozen=True)
@@ -41,20 +41,20 @@ class PassOrder:
     encode_with_step: bool
 
     @classmethod
-    def of(cls, spec: CanvasSpec, *, is_async: bool, own_attention: bool) -> PassOrder:
+    def of(cls, way: Way, *, is_async: bool, own_attention: bool) -> PassOrder:
         """Derive the order.
 
         Args:
-            spec: Description of canvases.
+            way: The way of the request whose canvas it is.
             is_async: Passes are scheduled before the last one's output is known.
             own_attention: This package's back end attends, and not one of vLLM's.
         """
-        needs_commit = is_async and not spec.layout.recomputes
-        commits = needs_commit or spec.rule.can_finish_kv or spec.layout.verifies
-        shares = own_attention and not spec.layout.is_seeded
+        needs_commit = is_async and not way.layout.recomputes
+        commits = needs_commit or way.rule.can_finish_kv or way.layout.verifies
+        shares = own_attention and not way.layout.is_seeded
         return cls(
             commits=commits,
-            commit_encodes=commits and not spec.rule.can_finish_kv,
+            commit_encodes=commits and not way.rule.can_finish_kv,
             prompt_with_step=shares,
-            encode_with_step=shares and not is_async and not spec.rule.can_finish_kv,
+            encode_with_step=shares and not is_async and not way.rule.can_finish_kv,
         )

@@ -28,6 +28,13 @@ MOST_PREDICTED = 8192
 PROMPT = "prompt"
 # Key of ``extra_args`` that holds the struct. What a client sends under it is dropped.
 _PARSED = "vllm_diffusion"
+# Argument that asks for what each step of each canvas began from, and attribute of an output.
+TRACE = PREFIX + "trace"
+# Message about frames that were requested elsewhere, after the field's name.
+WHERE_FRAMES_ARE = (
+    "is sent while an answer is written: set stream to true on /v1/chat/completions or "
+    "/v1/completions, the only ones that send frames; in Python use vllm_diffusion.live.watch."
+)
 FRAME_FIELDS = ("token_ids", "tokens", "kept", "entropy")
 _NAMES: tuple[str, ...] = (
     *("diffusion_max_steps", "diffusion_canvas_length", "diffusion_seed_canvas"),
@@ -112,6 +119,7 @@ class RequestArguments(msgspec.Struct, frozen=True, omit_defaults=True):
         read_only: True to emit one canvas on the step that converges, and end; it is never encoded.
         allowed_ids: Only token ids that may be read; ``None`` for all.
         shown: Reports of its canvases besides their tokens.
+        way: Place of its way among the server's.
         settings: Settings of the decoding rule that it sets, by name, within the bounds of the
             rule.
         thought_end: Token ids that end a thought, where their logits are boosted; none elsewhere.
@@ -130,6 +138,7 @@ class RequestArguments(msgspec.Struct, frozen=True, omit_defaults=True):
     read_only: bool = False
     allowed_ids: tuple[int, ...] | None = None
     shown: Shown = Shown()
+    way: int = 0
     settings: Mapping[str, int | float | str] = msgspec.field(default_factory=dict)
     thought_end: tuple[int, ...] = ()
     judging_top_k: int = 0
@@ -177,8 +186,9 @@ def arguments_of(sampling_params: Any) -> RequestArguments:
 
 def argument_names(spec: CanvasSpec) -> tuple[str, ...]:
     """Return the names of the arguments that a request may have."""
-    presets = ("diffusion_preset",) if spec.rule.presets else ()
-    return _NAMES + presets + tuple(PREFIX + name for name in spec.rule.settings)
+    presets = ("diffusion_preset",) if spec.presets else ()
+    rule = (PREFIX + RULE,) if spec.way_names else ()
+    return _NAMES + presets + rule + tuple(PREFIX + name for name in spec.rule_settings)
 
 
 def offered_settings(spec: CanvasSpec) -> list[dict[str, Any]]:
@@ -189,17 +199,19 @@ def offered_settings(spec: CanvasSpec) -> list[dict[str, Any]]:
         from or ``is_integer``, ``low`` and ``high``.
     """
     offered: dict[str, tuple[Setting | Choice, float | str | None]] = {}
-    if spec.rule.presets:
-        preset_names = tuple(spec.rule.presets)
+    if spec.presets:
+        preset_names = tuple(spec.presets)
         offered["preset"] = Choice(preset_names, "settings of the rule that go together"), None
-    steps = Setting(int, 1, spec.max_denoising_steps, "the step cap of a canvas")
-    offered["max_steps"] = steps, spec.max_denoising_steps
+    most = spec.ways[0].max_denoising_steps
+    offered["max_steps"] = Setting(int, 1, most, "the step cap of a canvas"), most
     if spec.layout.narrows:
         width = Setting(int, 1, spec.length, "positions of a canvas")
         offered["canvas_length"] = width, spec.length
     offered |= {
-        name: (setting, spec.settings[name]) for name, setting in spec.rule.settings.items()
+        name: (setting, spec.settings[name]) for name, setting in spec.rule_settings.items()
     }
+    if spec.way_names:
+        offered[RULE] = spec.way_names, spec.ways[spec.default_way].name
     return [
         {"name": PREFIX + name, "meaning": setting.meaning, "default": default, **setting.bounds}
         for name, (setting, default) in offered.items()
@@ -243,6 +255,8 @@ def parse_arguments(
         if name.startswith(PREFIX) and name not in names and published not in _NOT_SERVED:
             refuse(name, f"is not known; known are {', '.join(names)}.")
 
+    chosen = _value(args, PREFIX + RULE, spec.way_names) if spec.way_names else None
+    way = next((each for each in spec.ways if each.name == chosen), spec.ways[spec.default_way])
     width = _value(args, "diffusion_canvas_length", Setting(int, 1, spec.length))
     if width is not None and width != spec.length and not spec.layout.narrows:
         refuse(
@@ -267,31 +281,22 @@ def parse_arguments(
     if constrained and not logprob_token_ids:
         refuse("diffusion_constrained", "needs logprob_token_ids, which are the allowed ids.")
     shown, read_only = parse_shown(args), _flag(args, "diffusion_read_only")
-    for name, is_requested in (
-        ("diffusion_step_map", shown.step_map),
-        ("diffusion_trace", shown.trace),
-    ):
-        if is_requested and read_only:
-            refuse(
-                name,
-                "cannot be combined with diffusion_read_only, which reads a canvas and keeps nothing "
-                "of it; leave one of them out.",
-            )
-    preset = _value(args, "diffusion_preset", Choice(tuple(spec.rule.presets)))
-    settings = {} if preset is None else dict(spec.rule.presets[preset])
-    for name, setting in spec.rule.settings.items():
+    preset = _value(args, "diffusion_preset", Choice(tuple(spec.presets)))
+    settings = {} if preset is None else dict(spec.presets[preset])
+    for name, setting in spec.rule_settings.items():
         if (value := _value(args, PREFIX + name, setting)) is not None:
             settings[name] = value
     max_steps = _value(args, "diffusion_max_steps", REQUESTED_STEPS)
     return RequestArguments(
         # Stock lowers a cap above the server's to the server's; so do we.
-        max_steps=None if max_steps is None else min(max_steps, spec.max_denoising_steps),
+        max_steps=None if max_steps is None else min(max_steps, way.max_denoising_steps),
         canvas_length=width,
         seed_canvas=seed_canvas,
         pinned=pinned or (),
         read_only=read_only,
         allowed_ids=tuple(logprob_token_ids) if constrained and logprob_token_ids else None,
         shown=shown,
+        way=spec.ways.index(way),
         settings=settings,
     )
 

@@ -6,6 +6,7 @@ The :class:`CanvasSpec` that start-up chose describes its canvases.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -69,7 +70,7 @@ class BlockDiffusionModelState(ModelState):
                 "BlockDiffusionEngineConfig for its architecture (families/registry.py)."
             )
         self.settings = plan.settings
-        self.order = plan.order(vllm_config.scheduler_config.async_scheduling)
+        self._order_of = partial(plan.order, vllm_config.scheduler_config.async_scheduling)
         self.slots = CanvasSlots(self.max_num_reqs, plan.spec, self.vocab_size, device)
         self.spec = self.slots.spec
         self.canvas_length = self.spec.length
@@ -119,7 +120,7 @@ class BlockDiffusionModelState(ModelState):
         step = CanvasStep(
             self.slots,
             converge_at_end=self.settings.converge_at_end,
-            commits=self.order.commits,
+            commits=lambda way: self._order_of(way).commits,
             compile_backend=compile_backend(self.vllm_config),
         )
         ours = DiffusionSampler(
@@ -219,7 +220,7 @@ class BlockDiffusionModelState(ModelState):
         }
         scheduler = str(self.vllm_config.scheduler_config.scheduler_cls)
         order = "async" if self.vllm_config.scheduler_config.async_scheduling else "sync"
-        encode = "fused with the next canvas" if self.order.encode_with_step else "separate"
+        encode = "fused with the next canvas" if self._order_of().encode_with_step else "separate"
         if self.spec.layout.recomputes:
             encode = "never"
         logger.info_once(

@@ -31,14 +31,12 @@ class LogprobsRequest(NamedTuple):
         token_ids: [num_rows, num_ids], int64: ids of a row that are reported in their place.
         num_token_ids: [num_rows], int32: how many of them a row has; 0 for the likeliest.
         as_logits: Report logits and not log-probabilities.
-        of_drawn: A row's own token is the one that was drawn, not the likeliest.
     """
 
     num_top: int
     token_ids: Tensor
     num_token_ids: Tensor
     as_logits: bool
-    of_drawn: bool = False
 
     @property
     def num_columns(self) -> int:
@@ -196,6 +194,7 @@ class EmittedLogprobs:
     def __init__(self, slots: CanvasSlots, pass_rows: PassRows) -> None:
         self._slots = slots
         self._pass_rows = pass_rows
+        self._has_seeds = any(way.layout.is_seeded for way in slots.spec.ways)
         # What nobody will read is written after a canvas.
         shape = (slots.num_slots, slots.canvas_length + 1)
         # [R, C + 1, width] and, ranks, [R, C + 1].
@@ -209,7 +208,7 @@ class EmittedLogprobs:
 
     def begin_pass(self) -> None:
         """Remember the canvases that the pass commits; call it before the step is decided."""
-        if self._slots.spec.seeded_layout is not None:
+        if self._has_seeds:
             self._committed = self._slots.seeds_next
 
     def exchange(self, drawn: LogprobsTensors, step: StepOutput) -> LogprobsTensors:
@@ -231,14 +230,20 @@ class EmittedLogprobs:
         width = max(drawn.logprobs.shape[1], self._waiting.logprobs.shape[2])
         drawn, self._waiting = _widened(drawn, width), _widened(self._waiting, width)
         owner, at = slot, position
-        if (seeded := self._slots.spec.seeded_layout) is not None:
+        if self._has_seeds:
             assert self._committed is not None
             committed, seeding = self._committed[slot], pass_rows.of_slots.seeding[slot]
             # Of a draft only what its commit draws is emitted.
-            is_read = committed if layout.verifies else self._decided(step)[slot, position]
-            if (verified := self._slots.verified) is not None:
-                is_read = torch.where(verified[slot], committed, is_read)
-            shift = seeded.shift(position, lambda: committed, lambda: seeding)
+            is_read = self._slots.way.choose(
+                lambda way: way.layout.verifies,
+                lambda verifies: committed if verifies else self._decided(step)[slot, position],
+                slot,
+            )
+            shift = self._slots.way.choose(
+                lambda way: way.layout,
+                lambda layout: layout.shift(position, lambda: committed, lambda: seeding),
+                slot,
+            )
             # A canvas begins in the row after its seeding one.
             target = position + shift - seeding.to(position.dtype)
             self._write(drawn, slot, target, is_read | seeding)
@@ -251,7 +256,7 @@ class EmittedLogprobs:
             # to say.
             at = (at + step.num_given[owner]).clamp(max=self._slots.canvas_length - 1)
         emitted = rows_of(self._waiting, (owner, at))
-        if seeded is not None:
+        if self._has_seeds:
             self._begin_canvases(drawn, step, slot)
         starts = np.concatenate([[0], np.cumsum(num_rows * ~is_seeding)])
         return emitted._replace(cu_num_generated_tokens=starts[:-1].tolist())
@@ -276,9 +281,12 @@ class EmittedLogprobs:
         has_canvas = (requests.num_rows > 0) & ~requests.seeding
         first = _on_device(requests.starts[:-1][has_canvas], slot)
         owner = slot[first]
-        seeded = self._slots.spec.seeded_layout
-        assert seeded is not None
-        row = first + seeded.seed_position(step.num_finished[owner])
+        seed_position = self._slots.way.choose(
+            lambda way: way.layout,
+            lambda layout: layout.seed_position(step.num_finished[owner]),
+            owner,
+        )
+        row = first + seed_position
         self._write(rows_of(drawn, row), owner, torch.zeros_like(owner), self._committed[owner])
 
     def _write(

@@ -58,7 +58,7 @@ class RowStatistics:
         slots = pass_rows.slots
         self.head = head
         self.of_slots = slots.spec.statistics(slots.num_slots, slots.device)
-        self._named_tokens = slots.spec.rule.named_tokens
+        self._named_tokens = slots.spec.named_tokens
         self._constraints = constraints
         self._store_soft_embeds = store_soft_embeds
         self._write = compiled_by_rows(self._write_to_slots, pass_rows.compile_backend)
@@ -168,7 +168,7 @@ class PassParts:
             self._settings.draws(some),
             rows_of(used.filters, some.slot),
             slots.vocab_size,
-            judges_kept=slots.spec.rule.judges_filtered,
+            judges_kept=statistics.margin is not None,
         )
         statistics.candidate[some.slot, some.position] = drawn.candidate
         statistics.drawn_confidence[some.slot, some.position] = drawn.share
@@ -193,9 +193,12 @@ class PassParts:
         logits = self._logits_again(some, hidden[index], used)
         adjustments = settings.reported_adjustments_of(some, used, logits.adjustments)
         request = settings.logprobs_request(some.slot, used)
-        of_tokens = statistics.candidate if request.of_drawn else statistics.argmax
-        if (verified := self._pass_rows.slots.verified) is not None:
-            of_tokens = torch.where(verified[:, None], statistics.candidate, of_tokens)
+        slots = self._pass_rows.slots
+        # A masked model emits the tokens that it drew, and a draft is verified by drawing.
+        of_tokens = slots.way.choose(
+            lambda way: slots.spec.marks_undecided or way.layout.verifies,
+            lambda is_drawn: statistics.candidate if is_drawn else statistics.argmax,
+        )
         computed = row_logprobs(
             logits._replace(adjustments=adjustments),
             settings.reported_temperature(some.slot),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from vllm_diffusion.canvas.cuda_graphs import compiled_by_rows
 from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import CanvasSlots
 from vllm_diffusion.canvas.step import temperatures
+from vllm_diffusion.decoding.layouts import CanvasLayout
 from vllm_diffusion.requests.arguments import arguments_of
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters
 from vllm_diffusion.sampling.logprobs import LogprobsRequest
@@ -60,9 +62,13 @@ class SelectedRows:
 
     def drawn_at(self) -> Tensor:
         """[n], int64: position in its sequence of the token that each row draws."""
+        way = self._slots.way
+        return way.choose(lambda way: way.layout, self.drawn_at_in, self.slot)
+
+    def drawn_at_in(self, layout: CanvasLayout) -> Tensor:
+        """[n], int64: the same if canvases are of a layout."""
         at = self._num_computed[self.slot] + self._pass_rows.offset[self.rows]
-        layout = self._slots.spec.seeded_layout
-        if layout is None:
+        if not layout.is_seeded:
             return at
         return at + layout.shift(self.position, self.committed, self.seeding)
 
@@ -133,7 +139,7 @@ class PassSettings:
             states.top_p.np[slot] = arguments.judging_top_p
         spec = self._slots.spec
         settings = spec.all_settings(arguments.settings)
-        self._reads_margin[slot] = spec.rule.reads_margin(settings)
+        self._reads_margin[slot] = spec.ways[arguments.way].rule.reads_margin(settings)
         self.token_ids.add_request(slot, sampling_params)
 
     def apply_staged_writes(self) -> None:
@@ -223,14 +229,12 @@ class PassSettings:
         # Uncompiled, since it adds and divides.
         judged, drawn = temperatures(self._slots, self.temperature)
         draws = self._draws(some.slot, some.position, judged=judged, drawn=drawn)
-        spec, verified = self._slots.spec, self._slots.verified
-        of_row = some.committed, some.seeding, some.drawn_at
-        chosen = spec.layout.draws(draws, *of_row)
-        if spec.drafts is None or verified is None:
-            return chosen
-        drafted, is_drafted = spec.drafts.layout.draws(draws, *of_row), verified[some.slot]
-        both = zip(drafted, chosen, strict=True)
-        return RowDraws(*(torch.where(is_drafted, a, b) for a, b in both))
+
+        def of_layout(layout: CanvasLayout) -> RowDraws:
+            at = partial(some.drawn_at_in, layout)
+            return layout.draws(draws, some.committed, some.seeding, at)
+
+        return self._slots.way.choose(lambda way: way.layout, of_layout, some.slot)
 
     def _draws_of(self, slot: Tensor, position: Tensor, judged: Tensor, drawn: Tensor) -> RowDraws:
         slots = self._slots
@@ -279,10 +283,9 @@ class PassSettings:
         """
         judged, _ = temperatures(self._slots, self.temperature)
         is_plain = self._slots.requested.read_only
-        if self._reports_raw and self._slots.spec.layout.verifies:
-            is_plain = torch.ones_like(is_plain)
-        if self._reports_raw and self._slots.verified is not None:
-            is_plain = is_plain | self._slots.verified
+        if self._reports_raw:
+            verifies = self._slots.way.fact(lambda way: way.layout.verifies)
+            is_plain = is_plain | verifies
         return torch.where(is_plain[slot], 1.0, judged[slot])
 
     def logprobs_request(self, slot: Tensor, used: UsedSettings) -> LogprobsRequest:
@@ -302,6 +305,4 @@ class PassSettings:
             token_ids=token_ids,
             num_token_ids=num_token_ids,
             as_logits=self._reports_logits,
-            # A masked model emits the tokens that it drew, and a draft is verified by drawing.
-            of_drawn=self._slots.spec.marks_undecided or self._slots.spec.layout.verifies,
         )

@@ -81,7 +81,7 @@ class DiffusionSampler:
         self.adjustments = RowAdjustments(
             stock_sampler,
             self.constraints,
-            ThoughtEnds(slots) if slots.spec.rule.ends_thoughts else None,
+            ThoughtEnds(slots) if any(rule.ends_thoughts for rule in slots.spec.rules) else None,
             num_slots=slots.num_slots,
             vocab_size=slots.vocab_size,
             device=slots.device,
@@ -109,8 +109,9 @@ class DiffusionSampler:
         self.settings.add_request(slot, sampling_params)
         readable = self.slots.features.allowed_ids.get(slot)
         spec = self.slots.spec
-        settings = spec.all_settings(arguments_of(sampling_params).settings)
-        forbidden = spec.rule.forbidden(settings)
+        arguments = arguments_of(sampling_params)
+        rule = spec.ways[arguments.way].rule
+        forbidden = rule.forbidden(spec.all_settings(arguments.settings))
         self.adjustments.add_request(slot, sampling_params, readable, forbidden)
 
     def remove_request(self, slot: int) -> None:

@@ -48,8 +48,6 @@ class CanvasScheduling(Scheduler):
 
     Attributes:
         spec: Description of canvases.
-        order: What the passes of a canvas do.
-        draft_order: What they do for requests that choose to have their canvases verified.
         constraints: Canvases with a grammar, bad words or a thinking budget.
         prompt_logprobs: Log-probabilities of prompts that wait for a token.
         stuck: Feature that ends requests without progress.
@@ -64,8 +62,7 @@ class CanvasScheduling(Scheduler):
         plan: DiffusionPlan = self.vllm_config.model_config.diffusion
         assert plan.spec is not None
         self.spec = spec = plan.spec
-        self.order = plan.order(self.is_async)
-        self.draft_order = plan.order(self.is_async, spec.drafts)
+        self._orders = [plan.order(self.is_async, way) for way in spec.ways]
         # Rows that the next pass has left, and canvas rows beyond the granted ones, by request.
         self._num_rows_left = 0
         self._num_added: dict[str, int] = {}
@@ -96,12 +93,12 @@ class CanvasScheduling(Scheduler):
 
     def _max_steps(self, request: Request) -> int:
         """Return the request's step cap."""
-        return arguments_of(request.sampling_params).max_steps or self.spec.max_denoising_steps
+        arguments = arguments_of(request.sampling_params)
+        return arguments.max_steps or self.spec.ways[arguments.way].max_denoising_steps
 
     def _order_of(self, request: Request) -> PassOrder:
         """Return what the passes of the request's canvases do."""
-        own = arguments_of(request.sampling_params).settings
-        return self.order if self.spec.of_request(own) is self.spec else self.draft_order
+        return self._orders[arguments_of(request.sampling_params).way]
 
     def _canvas_width(self, request: Request, num_known: int) -> int:
         """Return the width of the request's canvas after ``num_known`` tokens, in tokens."""

@@ -61,8 +61,8 @@ class EmptyAnswers(SchedulerFeature):
         # Several answers to one prompt may share their parameters.
         request.sampling_params = params = copy.copy(params)
         params.min_tokens = max(params.min_tokens, 1)
-        # Verified drafts have no bad words; where requests choose their way, some are such drafts.
-        refused = self._spec.of_request(arguments.settings).refused_fields()
+        # Verified drafts have no bad words.
+        refused = self._spec.ways[arguments.way].refused_fields
         if self._thought_end and "bad_words" not in refused:
             words = [[*self._thought_end, end] for end in ends]
             params._bad_words_token_ids = [*(params.bad_words_token_ids or ()), *words]

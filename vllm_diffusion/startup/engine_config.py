@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, ClassVar
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.layouts import AlignedBlock, CanvasLayout
 from vllm_diffusion.decoding.rule import AUTOREGRESSIVE, LINEAR_SPEC, DecodingRule
-from vllm_diffusion.decoding.ways import by_request
 from vllm_diffusion.hooks import upstream
 from vllm_diffusion.startup import engine_process
 from vllm_diffusion.startup.async_scheduling import TYPICAL_STEPS, choose_async_scheduling
@@ -224,7 +223,8 @@ class BlockDiffusionEngineConfig:
         """
         if settings.rules is None:
             chosen = cls.chosen_rule(model_config, settings)
-            return replace(cls.canvas_spec(model_config, settings, canvases), ways=(chosen,))
+            spec = cls.canvas_spec(model_config, settings, canvases)
+            return replace(spec, ways=(replace(spec.ways[0], name=chosen),))
         own = next(iter(cls.rules))
         known = (own, LINEAR_SPEC, AUTOREGRESSIVE)
         if not set(known) <= set(cls.rule_names()):
@@ -251,7 +251,18 @@ class BlockDiffusionEngineConfig:
         )
         diffusion = cls.canvas_spec(model_config, of_diffusion, canvases)
         drafts = cls.canvas_spec(model_config, of_drafts, canvases)
-        return by_request(diffusion, drafts, names, default)
+        (denoised,), (verified,) = diffusion.ways, drafts.ways
+        ways = {
+            own: replace(denoised, name=own),
+            LINEAR_SPEC: replace(verified, name=LINEAR_SPEC),
+            AUTOREGRESSIVE: replace(verified, name=AUTOREGRESSIVE, denoises=False),
+        }
+        return replace(
+            diffusion,
+            ways=tuple(ways[name] for name in names),
+            settings={**drafts.settings, **diffusion.settings},
+            default_way=names.index(default),
+        )
 
     # Called by vLLM.
 
@@ -497,7 +508,7 @@ class MaskedEngineConfig(BlockDiffusionEngineConfig):
             checkpoint_settings(model_config, values, cls.generation_keys),
         )
         layout = (published.layout or cls.layout)(length)
-        spec = CanvasSpec(
+        spec = CanvasSpec.of(
             layout, rule, max_steps, of_rule, mask_token_id=mask, end_texts=cls.end_texts
         )
         log_differences(model_config, settings, spec, cls.chosen_rule(model_config, settings))

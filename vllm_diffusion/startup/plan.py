@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.pass_order import PassOrder
+from vllm_diffusion.decoding.ways import Way
 from vllm_diffusion.startup.plugin_settings import PluginSettings, plugin_settings
 
 if TYPE_CHECKING:
@@ -54,17 +55,16 @@ class DiffusionPlan:
     adapters: AdapterRules | None = None
     refusal_path: Path | None = None
 
-    def order(self, is_async: bool | None, spec: CanvasSpec | None = None) -> PassOrder:
+    def order(self, is_async: bool | None, way: Way | None = None) -> PassOrder:
         """Return what the passes of a canvas do.
 
         Args:
             is_async: vLLM's ``async_scheduling``, which it may decide after the plan is made.
-            spec: Description of the canvas, where requests choose their way; ``None`` for the
-                plan's own.
+            way: The way of its request; ``None`` for the family's own.
         """
-        spec = spec or self.spec
-        assert spec is not None
-        return PassOrder.of(spec, is_async=bool(is_async), own_attention=self.own_attention)
+        assert self.spec is not None
+        way = way or self.spec.ways[0]
+        return PassOrder.of(way, is_async=bool(is_async), own_attention=self.own_attention)
 
 
 def plan_of(vllm_config: VllmConfig) -> DiffusionPlan:

@@ -99,7 +99,7 @@ def log_differences(
             if name in NEUTRAL
         },
         run.sampling,
-        spec.rule.judges_filtered,
+        spec.ways[0].rule.judges_filtered,
     )
     changes = {
         name: values
@@ -136,7 +136,7 @@ def warn_of_one_a_pass(chosen: PluginSettings, spec: CanvasSpec) -> None:
     more.
     """
     length = spec.block_length({})
-    faster = spec.rule.faster(spec.settings, spec.max_denoising_steps, length)
+    faster = spec.ways[0].rule.faster(spec.settings, spec.max_denoising_steps, length)
     if not faster or faster.keys() & chosen.of_rule.keys():
         return
     logger.warning(

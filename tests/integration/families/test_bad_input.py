@@ -131,8 +131,11 @@ def test_llada2_2_is_told_by_its_capacity(tmp_path: Path) -> None:
     """LLaDA2.2 is recognized by its capacity, whatever its folder is called."""
     folder = llada2_2().save(tmp_path / "LLaDA2.1-renamed")
     spec = configure(folder).model_config.diffusion.spec
-    assert isinstance(spec.rule, Levenshtein)
-    assert (spec.rule.delete_token_id, spec.rule.split_token_id) == (DELETE_ID, SPLIT_ID)
+    assert isinstance(spec.ways[0].rule, Levenshtein)
+    assert (spec.ways[0].rule.delete_token_id, spec.ways[0].rule.split_token_id) == (
+        DELETE_ID,
+        SPLIT_ID,
+    )
     assert spec.max_denoising_steps == 1000
     assert spec.settings == {
         "reveal_threshold": 0.5,

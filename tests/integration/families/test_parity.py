@@ -53,7 +53,8 @@ class Family:
         self.grows = isinstance(self.engine.state.spec.layout, GrowingSequence)
         # Whether a pass of its own makes a finished block's keys and values.
         self.commits = (
-            self.engine.state.spec.layout.is_seeded or self.engine.state.spec.rule.can_finish_kv
+            self.engine.state.spec.layout.is_seeded
+            or self.engine.state.spec.ways[0].rule.can_finish_kv
         )
 
     def generate(self, prompts: list[list[int]], wanted: list[Wanted], **changes: Any) -> list[Any]:
@@ -258,7 +259,7 @@ def test_frames_and_step_maps(family: Family) -> None:
         # A pass that commits is not a step; the scheduler cannot tell it from one where the last
         # step may have done its work.
         for counted, frames in zip(metrics.denoise_steps_per_canvas, canvases, strict=True):
-            assert counted - len(frames) in ((0, 1) if spec.rule.can_finish_kv else (0,))
+            assert counted - len(frames) in ((0, 1) if spec.ways[0].rule.can_finish_kv else (0,))
 
 
 def test_temperature_and_filters(family: Family) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,6 @@ from vllm.config import MultiModalConfig
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
 from tests.support.models.specs import diffusion_gemma_spec
-from vllm_diffusion.decoding.ways import by_request
 from vllm_diffusion.live.page.plugin import LiveCanvasPage
 from vllm_diffusion.startup.plan import DiffusionPlan
 
@@ -98,7 +98,7 @@ def stub_app(asked: list[dict[str, Any]], key: str | None, name: str) -> FastAPI
     page = LiveCanvasPage()
     spec = diffusion_gemma_spec(CANVAS_LENGTH, 16)
     engine = engine_client(
-        by_request(spec, spec, WAYS, WAYS[0]),
+        replace(spec, ways=tuple(replace(spec.ways[0], name=name) for name in WAYS)),
         served_model_name=name.rpartition("/")[2],
         model=name,
         architecture="DiffusionGemmaForBlockDiffusion",

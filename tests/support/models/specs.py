@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,15 +25,16 @@ SETTINGS = {
 
 def diffusion_gemma_spec(length: int, max_denoising_steps: int = 48, **changes: Any) -> CanvasSpec:
     """Return DiffusionGemma's published canvases, with another length."""
-    spec = CanvasSpec(FreeCanvas(length), EntropyBound(), max_denoising_steps, SETTINGS)
-    return replace(spec, **changes)
+    own = {"rule": EntropyBound(), "settings": SETTINGS}
+    given = own | {"max_denoising_steps": max_denoising_steps} | changes
+    return CanvasSpec.of(given.pop("layout", FreeCanvas(length)), **given)
 
 
 def masked_spec(length: int, **changes: Any) -> CanvasSpec:
     """Return blocks of masks, as SDAR has."""
     settings = {"reveal_threshold": 0.9, "strategy": "dynamic", **Reveal.defaults}
     own = {"rule": Reveal(4), "max_denoising_steps": length, "settings": settings}
-    return CanvasSpec(AlignedBlock(length), **(own | {"mask_token_id": 4} | changes))
+    return CanvasSpec.of(AlignedBlock(length), **(own | {"mask_token_id": 4} | changes))
 
 
 def step_inputs(**values: Any) -> StepInputs:

@@ -30,7 +30,9 @@ VOCAB, CANVAS, LENGTH = 3, 3, 4
 DRAWS = torch.tensor(list(product(range(VOCAB), repeat=CANVAS)))
 SPECS = {
     # The mask token is one that can be drawn.
-    "one step from masks": CanvasSpec(VerifiedDraft(CANVAS), LinearSpec(), 1, {}, mask_token_id=2),
+    "one step from masks": CanvasSpec.of(
+        VerifiedDraft(CANVAS), LinearSpec(), 1, {}, mask_token_id=2
+    ),
     "two steps from noise": diffusion_gemma_spec(
         CANVAS, 2, layout=VerifiedDraft(CANVAS), rule=DenoisedDraft()
     ),
@@ -101,7 +103,7 @@ def verified(spec: CanvasSpec, said: list[int], draft: list[int]) -> list[list[i
     for slot in range(len(DRAWS)):
         slots.add_request(slot, NewRequest(RequestArguments(), seed=slot))
     slots.apply_staged_writes()
-    step = CanvasStep(slots, commits=True, compile_backend=None)
+    step = CanvasStep(slots, commits=lambda way: True, compile_backend=None)
     zeros = torch.zeros(DRAWS.shape)
 
     def run(drawn: torch.Tensor, **changes: torch.Tensor) -> list[int]:

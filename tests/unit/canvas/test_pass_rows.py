@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
 from vllm_diffusion.canvas.step import StepOutput
+from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.layouts import (
     AlignedBlock,
     BlockAfterPrompt,
@@ -27,6 +28,7 @@ from vllm_diffusion.decoding.layouts import (
     VerifiedDraft,
     WholeSequence,
 )
+from vllm_diffusion.decoding.reveal import LinearSpec
 
 SLOTS, LENGTH, ROWS, VOCAB = 5, 4, 48, 1000
 CPU = torch.device("cpu")
@@ -40,16 +42,7 @@ batches = st.lists(requests, min_size=1, max_size=SLOTS)
 
 
 def spec_of(layout: type[CanvasLayout]) -> Any:
-    rule = SimpleNamespace(memory={}, settings={})
-    return SimpleNamespace(
-        length=LENGTH,
-        layout=layout(LENGTH),
-        rule=rule,
-        max_denoising_steps=3,
-        mask_token_id=None,
-        drafts=None,
-        block_length=lambda settings: LENGTH,
-    )
+    return CanvasSpec.of(layout(LENGTH), LinearSpec(), 3, {})
 
 
 def batch_of(chosen: list[tuple[int, int, int, int]], slots: list[int]) -> SimpleNamespace:

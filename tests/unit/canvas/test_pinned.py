@@ -43,7 +43,7 @@ def revealing(rule: DecodingRule, layout: CanvasLayout) -> CanvasSpec:
         **rule.defaults,
     }
     settings = {name: values[name] for name in rule.settings}
-    return CanvasSpec(layout, rule, 12, settings, mask_token_id=MASK)
+    return CanvasSpec.of(layout, rule, 12, settings, mask_token_id=MASK)
 
 
 LEVENSHTEIN = Levenshtein(MASK, delete_token_id=VOCAB - 2, split_token_id=VOCAB - 1)
@@ -60,7 +60,7 @@ SPECS = {
 
 def drawn_at_random(slots: CanvasSlots, generator: torch.Generator) -> PositionStatistics:
     """Return the statistics of a model that predicts random tokens."""
-    R, C, rule = slots.num_slots, slots.canvas_length, slots.spec.rule
+    R, C, rule = slots.num_slots, slots.canvas_length, slots.spec.ways[0].rule
     choices = torch.rand(R, C, VOCAB, generator=generator).argsort(dim=-1)[..., :3]
     confidence = torch.rand(R, C, generator=generator)
     has_choices = rule.num_choices > 0
@@ -116,8 +116,8 @@ def test_pins_hold_in_every_input_and_in_the_answer(name: str, kind: str) -> Non
         is_pinned[slot, :num_given] = False
     slots.apply_staged_writes()
     answers: dict[int, torch.Tensor] = {}
-    commits = kind == "committed" or spec.rule.can_finish_kv or spec.layout.is_seeded
-    for output, began_from in outputs(slots, seed=3, commits=commits):
+    commits = kind == "committed" or spec.ways[0].rule.can_finish_kv or spec.layout.is_seeded
+    for output, began_from in outputs(slots, seed=3, commits=lambda way: commits):
         for slot in range(num_slots):
             if slot in answers:
                 continue

@@ -108,7 +108,7 @@ def test_a_canvas_begins_after_one_that_is_read(commits):
     some = torch.ones(1, CANVAS)
     statistics = PositionStatistics(some.long(), some.long(), some, some)
     rows = idle_pass(1)._replace(num_rows=torch.full((1,), CANVAS, dtype=torch.int32))
-    output = CanvasStep(slots, commits=commits, compile_backend=None)(statistics, rows)
+    output = CanvasStep(slots, commits=lambda way: commits, compile_backend=None)(statistics, rows)
     assert (output.num_emitted.tolist(), output.num_finished.tolist()) == ([CANVAS], [0])
     assert (slots.step.tolist(), slots.phase.tolist()) == ([0], [Phase.DENOISING])
 
@@ -116,13 +116,13 @@ def test_a_canvas_begins_after_one_that_is_read(commits):
 @pytest.mark.parametrize("backend", [None, "eager"])
 def test_a_draft_and_its_verification(backend):
     """A step drafts; the next pass emits what it verifies and starts the canvas after that."""
-    spec = CanvasSpec(VerifiedDraft(CANVAS), LinearSpec(), 1, {}, mask_token_id=4)
+    spec = CanvasSpec.of(VerifiedDraft(CANVAS), LinearSpec(), 1, {}, mask_token_id=4)
     slots = CanvasSlots(2, spec, VOCAB, CPU)
     for slot in range(2):
         slots.add_request(slot, NewRequest(RequestArguments()))
     slots.apply_staged_writes()
     torch._dynamo.reset()
-    step = CanvasStep(slots, commits=True, compile_backend=backend)
+    step = CanvasStep(slots, commits=lambda way: True, compile_backend=backend)
     entropy = torch.zeros(2, CANVAS)
 
     def drawing(tokens: list[list[int]], **changes: torch.Tensor) -> list[list[int]]:

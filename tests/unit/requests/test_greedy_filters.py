@@ -19,7 +19,7 @@ from vllm_diffusion.requests.greedy_filters import NOTED
 
 pytestmark = pytest.mark.engine
 
-DREAM = CanvasSpec(
+DREAM = CanvasSpec.of(
     ShiftedSequence(32),
     TimedReveal(4),
     32,

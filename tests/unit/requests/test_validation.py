@@ -100,7 +100,7 @@ def test_texts_of_tokens_that_only_the_tokenizer_has(name: str, field: str) -> N
     )
     params = SamplingParams(max_tokens=2, extra_args={f"diffusion_{name}": "x"})
     with pytest.raises(VLLMValidationError, match=f"id {most}.*vocabulary") as raised:
-        validation.check_params(params, processor)
+        validation.admit(params, processor, {"prompt_token_ids": [1]})
     assert raised.value.parameter == field
 
 

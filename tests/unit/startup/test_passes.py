@@ -39,8 +39,8 @@ def test_a_pass_saved_against_the_host_s_time(monkeypatch, device, host, steps, 
 
 
 FREE = diffusion_gemma_spec(8)
-SEEDED = CanvasSpec(VerifiedDraft(8), LinearSpec(), 1, {}, mask_token_id=4)
-WHOLE = CanvasSpec(WholeSequence(8), Reveal(4), 1, {}, mask_token_id=4)
+SEEDED = CanvasSpec.of(VerifiedDraft(8), LinearSpec(), 1, {}, mask_token_id=4)
+WHOLE = CanvasSpec.of(WholeSequence(8), Reveal(4), 1, {}, mask_token_id=4)
 FINAL = masked_spec(8, rule=Levenshtein(4, delete_token_id=5, split_token_id=6))
 
 

@@ -296,10 +296,10 @@ class CanvasLayout:
         Args:
             num_final: [R], int32: result of :meth:`num_final`.
 
-        Raises:
-            NotImplementedError: If canvases begin as noise: see :attr:`is_seeded`.
+        Returns:
+            Any position if canvases begin as noise: see :attr:`is_seeded`.
         """
-        raise NotImplementedError
+        return torch.zeros_like(num_final)
 
     # The sampler.
 

@@ -277,7 +277,7 @@ class DiffusionGemmaEngineConfig(BlockDiffusionEngineConfig):
         )
         length = canvas_length(settings, canvases.canvas_length, published.draft_length)
         layout = (published.layout or FreeCanvas)(length)
-        return CanvasSpec(layout, rule, max_steps, of_rule)
+        return CanvasSpec.of(layout, rule, max_steps, of_rule)
 
     @classmethod
     def tensor_rules(cls) -> TensorRules:

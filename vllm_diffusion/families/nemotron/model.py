@@ -22,6 +22,7 @@ from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_diffusion.canvas.slots import Phase
+from vllm_diffusion.decoding.ways import holding
 from vllm_diffusion.families.nemotron.draft_lora import TENSOR_NAME, DraftLora, find_draft_lora
 from vllm_diffusion.runner.model_state import BlockDiffusionModelState
 from vllm_diffusion.startup.plan import spec_of
@@ -105,8 +106,8 @@ class NemotronModelState(BlockDiffusionModelState):
             if input_batch.num_draft_tokens > 0:
                 slot = input_batch.expanded_idx_mapping.long()
                 drafted = self.slots.phase == int(Phase.DENOISING)
-                if self.slots.verified is not None:
-                    drafted = drafted & self.slots.verified
+                verifies = self.slots.way.fact(lambda way: way.layout.verifies)
+                drafted = holding(verifies, drafted)
                 is_draft[input_batch.logits_indices] = drafted[slot]
         return inputs
 
@@ -138,7 +139,7 @@ class NemotronLabsDiffusionModel(Adaptable, MistralForCausalLM):
         self._is_diffusion = vllm_config.model_config.is_diffusion
         self.draft_adapter: DraftAdapter | None = None
         spec = spec_of(vllm_config.model_config)
-        drafts = spec is not None and (spec.layout.verifies or spec.drafts is not None)
+        drafts = spec is not None and any(way.layout.verifies for way in spec.ways)
         lora = find_draft_lora(vllm_config.model_config) if drafts else None
         if lora is not None:
             max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens

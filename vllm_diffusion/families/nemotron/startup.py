@@ -119,7 +119,7 @@ class NemotronLabsDiffusionEngineConfig(MaskedEngineConfig):
             )
         super().verify_and_update_config(vllm_config)
         spec = spec_of(model_config)
-        if spec is None or not (spec.layout.verifies or spec.drafts):
+        if spec is None or not any(way.layout.verifies for way in spec.ways):
             return
         # The workers find it again, and put it on the layers.
         lora = find_draft_lora(model_config)

@@ -93,7 +93,7 @@ class LiveCanvasPage:
             "settings": offered_settings(spec),
             "presets": {
                 name: {PREFIX + setting: value for setting, value in values.items()}
-                for name, values in spec.rule.presets.items()
+                for name, values in spec.presets.items()
             },
         }
 

@@ -110,8 +110,8 @@ def test_model(spec: Any) -> None:
     assert told["canvas_length"] == spec.length
     names = [setting["name"] for setting in told["settings"]]
     assert set(names) <= set(argument_names(spec))
-    assert {f"diffusion_{name}" for name in spec.rule.settings} <= set(names)
-    assert set(told["presets"]) == set(spec.rule.presets)
+    assert {f"diffusion_{name}" for name in spec.rule_settings} <= set(names)
+    assert set(told["presets"]) == set(spec.presets)
     for setting in told["settings"]:
         taken = setting.get("words") or [setting["low"], setting["high"], setting["default"]]
         for value in taken:
