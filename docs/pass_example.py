@@ -127,11 +127,11 @@ def example() -> Pass:
     from vllm_diffusion.requests.arguments import RequestArguments
 
     settings = {**EntropyBound.presets["balanced"], "t_min": 0.4, "t_max": 0.8}
-    spec = CanvasSpec(FreeCanvas(LENGTH), EntropyBound(), 48, settings)
-    order = PassOrder.of(spec, is_async=True, own_attention=True)
+    spec = CanvasSpec.of(FreeCanvas(LENGTH), EntropyBound(), 48, settings)
+    order = PassOrder.of(spec.ways[0], is_async=True, own_attention=True)
     slots = CanvasSlots(NUM_SLOTS, spec, VOCAB, torch.device("cpu"))
     rows = PassRows(slots, MAX_ROWS, None)
-    step = CanvasStep(slots, commits=order.commits, compile_backend=None)
+    step = CanvasStep(slots, commits=lambda way: order.commits, compile_backend=None)
     known = torch.zeros(NUM_SLOTS, MAX_ROWS, dtype=torch.int32)
     num_computed = torch.zeros(NUM_SLOTS, dtype=torch.int32)
     statistics = spec.statistics(NUM_SLOTS, torch.device("cpu"))

@@ -27,6 +27,7 @@ from vllm_diffusion.decoding.layouts import CanvasLayout, FreeCanvas
 from vllm_diffusion.families.registry import FAMILIES
 from vllm_diffusion.hooks.upstream import read_symbols
 from vllm_diffusion.plugin import imported
+from vllm_diffusion.requests.exclusions import EXCLUSIONS
 from vllm_diffusion.startup.options import sentences
 from vllm_diffusion.startup.published_checkpoints import (
     SOURCES,
@@ -97,6 +98,18 @@ def options() -> str:
         for name, sentence in sentences().items()
     ]
     return _table(["option", "what the server says"], rows)
+
+
+def exclusions() -> str:
+    """List the fields of a request that exclude one another."""
+    beside: dict[tuple[str, str, str], list[str]] = {}
+    for row in EXCLUSIONS:
+        beside.setdefault((row.other, row.reason, row.where), []).append(row.field)
+    rows = [
+        [_code(fields), f"`{other}`, {reason}", where or "all"]
+        for (other, reason, where), fields in beside.items()
+    ]
+    return _table(["a request with", "cannot have", "models"], rows)
 
 
 def _code(words: Iterable[str]) -> str:
@@ -409,6 +422,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "replaced": replaced,
     "symbols": symbols,
     "options": options,
+    "exclusions": exclusions,
     "checkpoints": checkpoints,
     "starts": starts,
     "families": families,

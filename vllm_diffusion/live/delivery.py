@@ -14,19 +14,17 @@ from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.live.frame import CanvasStepMap, added_by, frame_of
 from vllm_diffusion.live.watch import MOST_WATCHED_ANSWERS, Inbox, OrderedQueue, open_inbox
 from vllm_diffusion.metrics import ANSWER, DiffusionRequestMetrics, metrics_of_passes
-from vllm_diffusion.requests.arguments import RequestArguments, arguments_of
+from vllm_diffusion.requests.arguments import (
+    TRACE,
+    WHERE_FRAMES_ARE,
+    RequestArguments,
+    arguments_of,
+)
 from vllm_diffusion.requests.bounds import check_decodable
 from vllm_diffusion.requests.refusals import refuse
 
 # Attribute of an output that holds the steps which decided its tokens.
 STEP_MAP = "diffusion_step_map"
-# Attribute of an output that holds what each step of each canvas began from.
-TRACE = "diffusion_trace"
-# Message about frames that were requested elsewhere, after the field's name.
-WHERE_FRAMES_ARE = (
-    "is sent while an answer is written: set stream to true on /v1/chat/completions or "
-    "/v1/completions, the only ones that send frames; in Python use vllm_diffusion.live.watch."
-)
 
 
 def install() -> None:
