@@ -56,11 +56,13 @@ class Client:
             headers.append((b"content-type", kind))
         self.scope: dict[str, Any] = {"type": "http", "headers": headers, "path": "/v1/completions"}
         self.sent: list[Any] = []
+        self.unsent_at_answer = len(self._unsent)
 
     async def receive(self) -> Any:
         return self._unsent.pop(0) if self._unsent else {"type": "http.disconnect"}
 
     async def send(self, message: Any) -> None:
+        self.unsent_at_answer = self.unsent_at_answer if self.sent else len(self._unsent)
         self.sent.append(message)
 
     def ask(self, monkeypatch: pytest.MonkeyPatch, most: int = MOST) -> tuple[int | None, bytes]:
@@ -115,7 +117,7 @@ def test_a_declared_length_beyond_the_limit_is_not_read(monkeypatch: pytest.Monk
     """A body with too large a declared length is refused before its first piece."""
     client = Client(b"x", declared=10**12)
     assert client.ask(monkeypatch) == (413, b"")
-    assert client._unsent
+    assert client.unsent_at_answer == 1
 
 
 LIMIT = bounds.MOST_OBJECTS
