@@ -44,8 +44,9 @@ logger = init_logger(f"vllm.{__name__}")
 
 # Pictures and sound within JSON: what follows is not text of a prompt, and may be long.
 _MEDIA = re.compile(rb'(?:;base64,|"data"\s*:\s*")[A-Za-z0-9+/=_\\-]+')
-# All of a body without escaped characters but what tells where its objects and lists begin.
-_NO_STRUCTURE = bytes({*range(256)} - {*b'"{['})
+# All of a body without escaped characters but what tells where its objects and lists begin, and
+# its keys end.
+_NO_STRUCTURE = bytes({*range(256)} - {*b'"{[:'})
 # Key in the scope of a request that is refused: an object that its error gets.
 DETAILS = "vllm_diffusion.details"
 # Of vLLM's protocols: it takes ``structured_outputs`` for a mapping before anything has checked it.
@@ -201,7 +202,8 @@ class BoundedBodies:
     """An ASGI application that refuses bodies by what they hold, before anything reads them.
 
     ``VLLM_HTTP_MAX_REQUEST_BODY_SIZE`` bounds the bytes of a body, a quarter of it those that are
-    not a picture or sound, and ``bounds.MOST_OBJECTS`` the objects and lists of JSON.
+    not a picture or sound, ``bounds.MOST_OBJECTS`` the objects and lists of JSON, and
+    ``bounds.MOST_KEYS`` its keys.
     """
 
     def __init__(self, app: Any) -> None:
@@ -246,13 +248,19 @@ class BoundedBodies:
         if len(body) > self._most_text:
             num_bytes = len(body) - _media_bytes(body)
             _check_length(num_bytes, self._most_text, " besides pictures and sound", is_whole=True)
-        num_objects = 0 if is_form else _num_objects(body)
-        if num_objects > bounds.MOST_OBJECTS:
-            raise BodyError(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"The body has {num_objects} objects and lists; up to {bounds.MOST_OBJECTS} are taken. Send less at once.",
-                is_whole=True,
-            )
+        if is_form:
+            return
+        num_objects, num_keys = _num_parts(body)
+        for number, most, what in (
+            (num_objects, bounds.MOST_OBJECTS, "objects and lists"),
+            (num_keys, bounds.MOST_KEYS, "keys"),
+        ):
+            if number > most:
+                raise BodyError(
+                    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                    f"The body has {number} {what}; up to {most} are taken. Send less at once.",
+                    is_whole=True,
+                )
 
 
 def _replaying(body: bytes, receive: Any) -> Any:
@@ -294,22 +302,24 @@ def _media_bytes(body: bytes) -> int:
     return sum(match.end() - match.start() for match in _MEDIA.finditer(body))
 
 
-def _num_objects(body: bytes) -> int:
-    """Count the objects and lists of JSON in time that grows with its length.
+def _num_parts(body: bytes) -> tuple[int, int]:
+    """Count the objects and lists of JSON, and its keys, in time that grows with its length.
 
     Returns:
-        Their number, exact for UTF-8 where it is more than ``bounds.MOST_OBJECTS``. Brackets within
+        Their numbers, exact for UTF-8 where one is beyond its bound. Brackets and colons within
         text count too if there are no more of both, and in UTF-16 and UTF-32.
     """
-    brackets = body.count(b"{") + body.count(b"[")
+    brackets, colons = body.count(b"{") + body.count(b"["), body.count(b":")
+    is_within = brackets <= bounds.MOST_OBJECTS and colons <= bounds.MOST_KEYS
     # Only the other encodings have a zero byte in what can be read as JSON.
-    if brackets <= bounds.MOST_OBJECTS or b"\0" in body:
-        return brackets
+    if is_within or b"\0" in body:
+        return brackets, colons
     # Backslashes stand within text alone. Without the escaped ones, and then without the escaped
     # quotes, each quote that is left begins or ends a text.
     unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
-    outside = unescaped.translate(None, _NO_STRUCTURE).split(b'"')[::2]
-    return sum(map(len, outside))
+    outside = b"".join(unescaped.translate(None, _NO_STRUCTURE).split(b'"')[::2])
+    num_keys = outside.count(b":")
+    return len(outside) - num_keys, num_keys
 
 
 def _check_length(length: int, most: int, what: str = "", *, is_whole: bool = False) -> None:
