@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from http import HTTPStatus
 from typing import Any, get_args
 
+import zmq
 from PIL.Image import DecompressionBombError
 from prometheus_client import Counter
 from vllm import envs
@@ -108,7 +109,16 @@ def _with_door(stock: Any, app: Any) -> None:
     for kind, handler in [*app.exception_handlers.items()]:
         app.add_exception_handler(kind, _noted(handler))
     stop_at_first_errors()
+    _open_sending()
     app.add_middleware(BoundedBodies)
+
+
+def _open_sending() -> None:
+    """Open what pyzmq needs for large messages, such as those with pictures.
+
+    It would open it for the first one, and end the process if clients have all descriptors then.
+    """
+    zmq.Frame(b" ", copy=False)
 
 
 def _serve_middles(app: Any) -> None:

@@ -1,10 +1,11 @@
-"""Bodies on bad connections: those that stop, that come at once, and whose refusal must arrive."""
+"""Bad connections: bodies that stop or come at once, refusals that must arrive, all descriptors."""
 
 from __future__ import annotations
 
 import asyncio
 import http.client
 import json
+import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -13,9 +14,11 @@ from typing import Any
 
 import pytest
 import uvicorn
+import zmq
+from zmq.utils import garbage
 
 from vllm_diffusion.requests import bodies
-from vllm_diffusion.requests.http import BoundedBodies
+from vllm_diffusion.requests.http import BoundedBodies, _open_sending
 
 pytestmark = pytest.mark.engine
 
@@ -158,3 +161,25 @@ def test_a_refusal_arrives(is_chunked: bool, door: BoundedBodies) -> None:
         answer = connection.getresponse()
         assert answer.status == 413
         assert json.loads(answer.read())["error"]["param"] == "body"
+
+
+def test_large_messages_without_descriptors() -> None:
+    """The first large message to the engine is sent where clients have all descriptors."""
+    garbage.gc.stop()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.PAIR) as sender,
+        context.socket(zmq.PAIR) as receiver,
+    ):
+        receiver.bind("inproc://engine")
+        sender.connect("inproc://engine")
+        _open_sending()
+        # Else pyzmq ends this process now.
+        assert garbage.gc.is_alive()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            sender.send(bytes(10**6), copy=False)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert len(receiver.recv()) == 10**6
