@@ -20,6 +20,7 @@ from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any, get_args
 
+import zmq
 from PIL.Image import DecompressionBombError
 from prometheus_client import Counter
 from vllm import envs
@@ -36,6 +37,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.requests import bounds, spellings
 from vllm_diffusion.requests.arguments import PREFIX, PUBLISHED_NAMES, check_room, predicted_text
+from vllm_diffusion.requests.bodies import BodyError, BodyReader, discarding
 from vllm_diffusion.requests.constraint import read_constraint_aside
 from vllm_diffusion.requests.first_errors import stop_at_first_errors
 from vllm_diffusion.requests.refusals import failing_aloud, one_line, refuse
@@ -51,8 +53,9 @@ logger = init_logger(f"vllm.{__name__}")
 
 # Pictures and sound within JSON: what follows is not text of a prompt, and may be long.
 _MEDIA = re.compile(rb'(?:;base64,|"data"\s*:\s*")[A-Za-z0-9+/=_\\-]+')
-# All of a body without escaped characters but what tells where its objects and lists begin.
-_NO_STRUCTURE = bytes({*range(256)} - {*b'"{['})
+# All of a body without escaped characters but what tells where its objects and lists begin, and
+# its keys end.
+_NO_STRUCTURE = bytes({*range(256)} - {*b'"{[:'})
 # Key in the scope of a request that is refused: an object that its error gets.
 DETAILS = "vllm_diffusion.details"
 # Of vLLM's protocols: it takes ``structured_outputs`` for a mapping before anything has checked it.
@@ -114,7 +117,16 @@ def _with_door(stock: Any, app: Any) -> None:
     for kind, handler in [*app.exception_handlers.items()]:
         app.add_exception_handler(kind, _noted(handler))
     stop_at_first_errors()
+    _open_sending()
     app.add_middleware(BoundedBodies)
+
+
+def _open_sending() -> None:
+    """Open what pyzmq needs for large messages, such as those with pictures.
+
+    It would open it for the first one, and end the process if clients have all descriptors then.
+    """
+    zmq.Frame(b" ", copy=False)
 
 
 def _serve_middles(app: Any) -> None:
@@ -208,58 +220,65 @@ class BoundedBodies:
     """An ASGI application that refuses bodies by what they hold, before anything reads them.
 
     ``VLLM_HTTP_MAX_REQUEST_BODY_SIZE`` bounds the bytes of a body, a quarter of it those that are
-    not a picture or sound, and ``bounds.MOST_OBJECTS`` the objects and lists of JSON.
+    not a picture or sound, ``bounds.MOST_OBJECTS`` the objects and lists of JSON, and
+    ``bounds.MOST_KEYS`` its keys.
     """
 
     def __init__(self, app: Any) -> None:
         self._app = app
         self._most = envs.VLLM_HTTP_MAX_REQUEST_BODY_SIZE
         self._most_text = self._most // 4
+        self._reader = BodyReader(self._most)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve a request whose body may hold what it holds; answer 413 to any other."""
+        """Serve a request whose body may hold what it holds; answer any other, of a client that is
+        there.
+        """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         send = _with_details(scope, send)
-        headers = dict(scope["headers"])
+        try:
+            body = await self._checked(dict(scope["headers"]), receive)
+        except BodyError as refusal:
+            await _refuse_body(refusal, scope, receive, send)
+            return
+        if body is not None:
+            await self._app(scope, _replaying(body, receive), send)
+
+    async def _checked(self, headers: dict[bytes, bytes], receive: Any) -> bytes | None:
+        """Read a body and check it; return ``None`` if its client has left."""
         declared = headers.get(b"content-length", b"")
-        length = int(declared) if declared.isdigit() else 0
+        _check_length(int(declared) if declared.isdigit() else 0, self._most)
+        body = await self._reader.read(receive)
+        if body is None:
+            return None
+        _check_length(len(body), self._most)
         # Of a form no part is read as JSON.
         is_form = headers.get(b"content-type", b"").lower().startswith(b"multipart/")
         # Each object has a byte at least.
-        most_unread = self._most_text if is_form else min(self._most_text, bounds.MOST_OBJECTS)
-        if declared and length <= most_unread:
-            await self._app(scope, receive, send)
-            return
-        body = b"" if length > self._most else await self._read(receive)
-        refusal = _refusal(max(length, len(body)), self._most, "")
-        if refusal is None:
-            refusal = await asyncio.to_thread(self._problem, body, is_form)
-        if refusal is None:
-            await self._app(scope, _replaying(body, receive), send)
-        else:
-            await _refuse_body(refusal, scope, receive, send)
+        if len(body) > min(self._most_text, bounds.MOST_OBJECTS):
+            await asyncio.to_thread(self._check, body, is_form)
+        return body
 
-    def _problem(self, body: bytes, is_form: bool) -> str | None:
-        """Return why a body is refused for what it holds; ``None`` if it is not."""
+    def _check(self, body: bytes, is_form: bool) -> None:
+        """Refuse a body for what it holds."""
         if len(body) > self._most_text:
-            what = " besides pictures and sound"
-            if refusal := _refusal(len(body) - _media_bytes(body), self._most_text, what):
-                return refusal
-        num_objects = 0 if is_form else _num_objects(body)
-        if num_objects <= bounds.MOST_OBJECTS:
-            return None
-        return f"The body has {num_objects} objects and lists; up to {bounds.MOST_OBJECTS} are taken. Send less at once."
-
-    async def _read(self, receive: Any) -> bytes:
-        """Return a body, or as much of it as shows that it is too long."""
-        body, more = bytearray(), True
-        while more and len(body) <= self._most:
-            message = await receive()
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-        return bytes(body)
+            num_bytes = len(body) - _media_bytes(body)
+            _check_length(num_bytes, self._most_text, " besides pictures and sound", is_whole=True)
+        if is_form:
+            return
+        num_objects, num_keys = _num_parts(body)
+        for number, most, what in (
+            (num_objects, bounds.MOST_OBJECTS, "objects and lists"),
+            (num_keys, bounds.MOST_KEYS, "keys"),
+        ):
+            if number > most:
+                raise BodyError(
+                    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                    f"The body has {number} {what}; up to {most} are taken. Send less at once.",
+                    is_whole=True,
+                )
 
 
 def _replaying(body: bytes, receive: Any) -> Any:
@@ -301,42 +320,46 @@ def _media_bytes(body: bytes) -> int:
     return sum(match.end() - match.start() for match in _MEDIA.finditer(body))
 
 
-def _num_objects(body: bytes) -> int:
-    """Count the objects and lists of JSON in time that grows with its length.
+def _num_parts(body: bytes) -> tuple[int, int]:
+    """Count the objects and lists of JSON, and its keys, in time that grows with its length.
 
     Returns:
-        Their number, exact for UTF-8 where it is more than ``bounds.MOST_OBJECTS``. Brackets within
+        Their numbers, exact for UTF-8 where one is beyond its bound. Brackets and colons within
         text count too if there are no more of both, and in UTF-16 and UTF-32.
     """
-    brackets = body.count(b"{") + body.count(b"[")
+    brackets, colons = body.count(b"{") + body.count(b"["), body.count(b":")
+    is_within = brackets <= bounds.MOST_OBJECTS and colons <= bounds.MOST_KEYS
     # Only the other encodings have a zero byte in what can be read as JSON.
-    if brackets <= bounds.MOST_OBJECTS or b"\0" in body:
-        return brackets
+    if is_within or b"\0" in body:
+        return brackets, colons
     # Backslashes stand within text alone. Without the escaped ones, and then without the escaped
     # quotes, each quote that is left begins or ends a text.
     unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
-    outside = unescaped.translate(None, _NO_STRUCTURE).split(b'"')[::2]
-    return sum(map(len, outside))
+    outside = b"".join(unescaped.translate(None, _NO_STRUCTURE).split(b'"')[::2])
+    num_keys = outside.count(b":")
+    return len(outside) - num_keys, num_keys
 
 
-def _refusal(length: int, most: int, what: str) -> str | None:
-    """Return why a body of so many bytes is refused; ``None`` if it is not."""
-    if length <= most:
-        return None
-    return (
-        f"The body has {length} bytes{what}; up to {most} are taken. Send less at once, or start the server with a "
-        "larger VLLM_HTTP_MAX_REQUEST_BODY_SIZE."
-    )
+def _check_length(length: int, most: int, what: str = "", *, is_whole: bool = False) -> None:
+    """Refuse a body of so many bytes."""
+    if length > most:
+        raise BodyError(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            f"The body has {length} bytes{what}; up to {most} are taken. Send less at once, or start the server with a "
+            "larger VLLM_HTTP_MAX_REQUEST_BODY_SIZE.",
+            is_whole=is_whole,
+        )
 
 
-async def _refuse_body(message: str, *asgi: Any) -> None:
+async def _refuse_body(refusal: BodyError, scope: Any, receive: Any, send: Any) -> None:
     from starlette.responses import JSONResponse
 
-    status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+    message, status = str(refusal), refusal.status
     error = {"message": message, "type": status.phrase, "param": "body", "code": status}
-    logger.info("%s refused (%d, body): %s", asgi[0]["path"], status, message)
+    logger.info("%s refused (%d, body): %s", scope["path"], status, message)
     _count_refusal("body", status)
-    await JSONResponse({"error": error}, status_code=status)(*asgi)
+    response = JSONResponse({"error": error}, status, refusal.headers)
+    await response(scope, receive, discarding(receive, send) if refusal.discards else send)
 
 
 def check_fields(request: Any) -> None:

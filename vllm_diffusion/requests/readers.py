@@ -72,11 +72,23 @@ class _Reader:
             try:
                 reader = cls._idle.pop()
             except IndexError:
-                reader = cls()
+                reader = cls._start()
             with contextlib.suppress(OSError):
                 reader._connection.send(None)
                 return reader
             reader.end()
+
+    @classmethod
+    def _start(cls) -> _Reader:
+        try:
+            return cls()
+        except OSError as error:
+            from vllm.exceptions import RetryableRequestError
+
+            raise RetryableRequestError(
+                f"The server cannot start a process that reads constraints ({error.strerror}). Ask again later, or raise "
+                "its limits (ulimit -n for open files, -u for processes)."
+            ) from error
 
     def give_back(self) -> None:
         """Keep the process for the next reading, if it has not ended."""

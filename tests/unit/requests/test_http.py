@@ -26,7 +26,7 @@ from vllm_diffusion.requests.http import (
     BoundedBodies,
     BoundedPrompts,
     _noted,
-    _num_objects,
+    _num_parts,
     read_body,
 )
 
@@ -56,11 +56,13 @@ class Client:
             headers.append((b"content-type", kind))
         self.scope: dict[str, Any] = {"type": "http", "headers": headers, "path": "/v1/completions"}
         self.sent: list[Any] = []
+        self.unsent_at_answer = len(self._unsent)
 
     async def receive(self) -> Any:
         return self._unsent.pop(0) if self._unsent else {"type": "http.disconnect"}
 
     async def send(self, message: Any) -> None:
+        self.unsent_at_answer = self.unsent_at_answer if self.sent else len(self._unsent)
         self.sent.append(message)
 
     def ask(self, monkeypatch: pytest.MonkeyPatch, most: int = MOST) -> tuple[int | None, bytes]:
@@ -115,7 +117,7 @@ def test_a_declared_length_beyond_the_limit_is_not_read(monkeypatch: pytest.Monk
     """A body with too large a declared length is refused before its first piece."""
     client = Client(b"x", declared=10**12)
     assert client.ask(monkeypatch) == (413, b"")
-    assert client._unsent
+    assert client.unsent_at_answer == 1
 
 
 LIMIT = bounds.MOST_OBJECTS
@@ -168,24 +170,53 @@ def test_objects_of_a_body(
         assert f"objects and lists; up to {LIMIT} are taken" in said
 
 
+MOST_KEYS = bounds.MOST_KEYS
+COLONS = json.dumps({"prompt": ":" * MOST_KEYS, '\\":': ["a:b", ":"]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (json.dumps(dict.fromkeys(range(MOST_KEYS), 1)).encode(), None),
+        (json.dumps(dict.fromkeys(range(MOST_KEYS + 1), 1)).encode(), 413),
+        (json.dumps(dict.fromkeys(range(MOST_KEYS + 1), 1), indent=1).encode("utf-16"), 413),
+        (COLONS, None),
+    ],
+    ids=["the most", "one more", "UTF-16", "colons in text"],
+)
+def test_keys_of_a_body(body: bytes, status: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body is refused by the number of its keys, whatever fields they are of."""
+    client = Client(body, declared=len(body), piece=2**16)
+    assert client.ask(monkeypatch, 2**25) == (status, b"" if status else body)
+    if status:
+        said = json.loads(client.sent[1]["body"])["error"]["message"]
+        assert f"{MOST_KEYS + 1} keys; up to {MOST_KEYS} are taken" in said
+
+
 @given(
     st.recursive(
         st.text(st.sampled_from('a[]{}"\\/,: \u227b')) | st.integers(),
-        lambda inner: st.lists(inner) | st.dictionaries(st.text('ab[{"\\'), inner),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text('ab[{:"\\'), inner),
     ),
     st.booleans(),
 )
-def test_objects_are_counted_exactly(value: Any, is_ascii: bool) -> None:
-    """The number of objects and lists is that of the value which Python reads."""
+def test_parts_are_counted_exactly(value: Any, is_ascii: bool) -> None:
+    """The numbers of objects, lists and keys are those of the value which Python reads."""
 
-    def count(part: Any) -> int:
-        inner = part.values() if isinstance(part, dict) else part
-        return 1 + sum(map(count, inner)) if isinstance(part, (dict, list)) else 0
+    def count(part: Any) -> tuple[int, int]:
+        if not isinstance(part, (dict, list)):
+            return 0, 0
+        inner = [*map(count, part.values() if isinstance(part, dict) else part)]
+        num_keys = len(part) if isinstance(part, dict) else 0
+        return 1 + sum(n for n, _ in inner), num_keys + sum(n for _, n in inner)
 
     body = json.dumps(value, ensure_ascii=is_ascii).encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bounds, "MOST_OBJECTS", 0)
-        assert _num_objects(body) == count(value)
+        patch.setattr(bounds, "MOST_KEYS", 0)
+        expected = count(value)
+        # Without a bracket there is nothing to look for, and colons are within text.
+        assert _num_parts(body) == expected if expected[0] else _num_parts(body)[0] == 0
 
 
 def chat(**fields: Any) -> ChatCompletionRequest:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -12,12 +14,12 @@ from typing import Any
 
 import pytest
 from vllm.config import StructuredOutputsConfig
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import RetryableRequestError, VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_diffusion.requests.constraint import read_constraint, read_constraint_aside
 from vllm_diffusion.requests.json_schema import SchemaError, guided_schema
-from vllm_diffusion.requests.readers import GIVEN_UP, Reading, guidance_problem
+from vllm_diffusion.requests.readers import GIVEN_UP, Reading, _Reader, guidance_problem
 from vllm_diffusion.requests.threads import LeavableThreads
 from vllm_diffusion.requests.tool_calls import leaf_values
 from vllm_diffusion.requests.tool_calls.read_tools import ANY_TOOL, read_tools
@@ -43,6 +45,22 @@ def test_endless_schema(schema: dict[str, Any]) -> None:
     with pytest.raises(SchemaError, match=f"^#: {GIVEN_UP}"):
         guided_schema(schema)
     guided_schema(patterns_of_names(50))
+
+
+def test_no_process_for_a_constraint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no process can be started a constraint is a 503 with the cause; the next is read."""
+
+    def refusing(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Reader, "_idle", [])
+        patch.setattr(subprocess, "Popen", refusing)
+        constraint = StructuredOutputsParams(json=patterns_of_names(2))
+        with pytest.raises(RetryableRequestError, match="Too many open files") as refused:
+            asyncio.run(read_constraint_aside(constraint, CONFIG))
+        assert refused.value.status_code == 503
+    asyncio.run(read_constraint_aside(constraint, CONFIG))
 
 
 def test_one_limit_for_a_request() -> None:
