@@ -92,7 +92,9 @@ def read_by_us(draft: Any, layout: str) -> dict[str, Any]:
     }
     if layout == "dflash" and read["layers"]:
         reaches = [reach_of_layer(draft, layer) for layer in range(read["layers"])]
-        (read["window"],) = {window for window, _ in reaches if window is not None} or {None}
+        windows = {window for window, _ in reaches if window is not None}
+        assert len(windows) <= 1
+        read["window"] = max(windows, default=None)
         read["causal"] = sum(is_causal for _, is_causal in reaches)
     return read
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_diffusion.families.registry import FAMILIES
 from vllm_diffusion.plugin import imported
-from vllm_diffusion.weights.tensor_rules import Shape, split_experts
+from vllm_diffusion.weights.tensor_rules import Shape, TensorRules, split_experts
 
 FOLDER = Path(__file__).parents[2] / "published"
 INDEX = "model.safetensors.index.json"
@@ -167,8 +167,20 @@ def expected() -> tuple[Expected, ...]:
     )
 
 
+def adapters() -> list[dict[str, Any]]:
+    """Read what was found of adapters."""
+    table: list[dict[str, Any]] = _table()["adapter"]
+    return table
+
+
 def shapes_of(config: dict[str, Any]) -> dict[str, Shape]:
     """Return the shapes by the rules for a ``config.json``, with experts one by one."""
+    rules, made = rules_of(config)
+    return split_experts(rules.shapes(made))
+
+
+def rules_of(config: dict[str, Any]) -> tuple[TensorRules, Any]:
+    """Return the rules of tensors for a ``config.json``, and its content as a configuration."""
     from transformers import LlamaConfig
 
     code = config.get("auto_map", {}).get("AutoModelForCausalLM", "").rpartition(".")[2]
@@ -180,5 +192,4 @@ def shapes_of(config: dict[str, Any]) -> dict[str, Shape]:
     config_class = imported(family.config) if family.config else LlamaConfig
     if family.architecture == "DreamModel":
         config_class = imported("vllm_diffusion.families.dream_reasoner.startup:DreamConfig")
-    rules = imported(family.engine_config).tensor_rules()
-    return split_experts(rules.shapes(config_class(**config)))
+    return imported(family.engine_config).tensor_rules(), config_class(**config)
