@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from docs import pass_example
+from tests.support.families.published import ExpectedDraft, expected_drafts, published_files
 from tests.support.families.published import families as families_of_files
-from tests.support.families.published import published_files
 from vllm_diffusion.decoding.layouts import CanvasLayout, FreeCanvas
+from vllm_diffusion.drafting.commands.drafts import presets
 from vllm_diffusion.families.registry import FAMILIES
 from vllm_diffusion.hooks.upstream import read_symbols
 from vllm_diffusion.plugin import imported
@@ -186,6 +187,25 @@ def _starts_of(family: Mapping[str, Any]) -> str:
     head = ["checkpoint", "rule", *names, "sampling"]
     differs = family["differs"]
     return f"**{family['name']}**: {differs}.\n\n{_table(head, rows)}\n" + "\n".join(said) + "\n"
+
+
+def published_drafts() -> str:
+    """List what is read of published drafts, and the presets whose files were not found."""
+    rows = [_draft_row(draft) for draft in expected_drafts()]
+    seen = {draft.id for draft in expected_drafts()}
+    unseen = [preset for preset in presets() if preset.draft not in seen]
+    rows += [[f"`{preset.draft}`", *["-"] * 5, "never seen"] for preset in unseen]
+    head = ["draft", "block", "mask", "target's layers", "causal", "window", "file"]
+    return _table(head, rows)
+
+
+def _draft_row(draft: ExpectedDraft) -> list[str]:
+    values = {"block": "-", "mask": "-", **draft.values}
+    causal = f"{values['causal']} of {values['layers']}" if "causal" in values else "-"
+    window = str(values["window"]) if "window" in values else "none" if causal != "-" else "-"
+    layers = ", ".join(map(str, values.get("target_layers", []))) or "-"
+    cells = [f"`{draft.id}`", str(values["block"]), str(values["mask"])]
+    return [*cells, layers, causal, window, _files_seen(draft.id)]
 
 
 def _wrapped(command: str) -> str:
@@ -425,6 +445,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "exclusions": exclusions,
     "checkpoints": checkpoints,
     "starts": starts,
+    "published_drafts": published_drafts,
     "families": families,
     "published": published,
     "rules": rules,

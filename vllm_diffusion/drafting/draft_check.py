@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from vllm_diffusion.drafting.draft_fields import (
+    block_size_of,
     check_fields,
     dflash_fields,
     mask_token_of,
@@ -244,13 +245,9 @@ def check_pair(
 
 
 def _warn_of_block(draft: Any, where: str, num_drafts: int) -> None:
-    """Warn of more tokens than a block has; trainers write its length at two places, and the
-    shorter one counts.
-    """
-    fields = getattr(draft, "dflash_config", None)
-    nested = fields.get("block_size") if isinstance(fields, Mapping) else None
-    lengths = [n for n in (getattr(draft, "block_size", None), nested) if isinstance(n, int) and n]
-    if lengths and num_drafts >= (block_size := min(lengths)):
+    """Warn of more tokens than a block has."""
+    block_size = block_size_of(draft)
+    if block_size is not None and num_drafts >= block_size:
         logger.warning(
             "--speculative-config: num_speculative_tokens=%d is more than the draft was trained for: a block of %d "
             "(block_size in %s) is an anchor and %d tokens. Few of the others will be accepted; set it to %d.",

@@ -98,6 +98,17 @@ def mask_token_of(draft: Any) -> Any:
     return dflash_fields(draft).get("mask_token_id", getattr(draft, "mask_token_id", None))
 
 
+def block_size_of(draft: Any) -> int | None:
+    """Return the length of a draft's blocks, anchor included; ``None`` if it is not there.
+
+    Trainers write it at two places, and the shorter one counts.
+    """
+    fields = getattr(draft, "dflash_config", None)
+    nested = fields.get("block_size") if isinstance(fields, Mapping) else None
+    lengths = [n for n in (getattr(draft, "block_size", None), nested) if isinstance(n, int) and n]
+    return min(lengths, default=None)
+
+
 def reads_target_states(draft: Any) -> bool:
     """Return true if the draft has the layer that combines hidden states of several of the target's
     layers.
@@ -180,6 +191,8 @@ def _check_windows(draft: Any, where: str) -> None:
         name, window = "sliding_window", getattr(draft, "sliding_window", None)
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
         what = "the number of tokens that its sliding layers see back, an integer of at least 1"
+        if name == "sliding_window" and getattr(draft, "use_sliding_window", None) is False:
+            what += ", which transformers reads only beside use_sliding_window=true"
         raise _misfit(where, name, window, what)
 
 

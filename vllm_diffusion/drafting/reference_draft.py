@@ -165,7 +165,7 @@ def reach_of_layer(config: Qwen3Config, layer: int) -> tuple[int | None, bool]:
         ValueError: If a layer has a window without a width.
     """
     options = dflash_fields(config)
-    types = config.layer_types or ["full_attention"] * config.num_hidden_layers
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     is_sliding = types[layer] == "sliding_attention"
     causal = getattr(config, "is_causal", None)
     if causal is None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_diffusion.families.registry import FAMILIES
 from vllm_diffusion.plugin import imported
-from vllm_diffusion.weights.tensor_rules import Shape, split_experts
+from vllm_diffusion.weights.tensor_rules import Shape, TensorRules, split_experts
 
 FOLDER = Path(__file__).parents[2] / "published"
 INDEX = "model.safetensors.index.json"
@@ -76,6 +76,31 @@ class Expected:
     billions: float | None = None
 
 
+@dataclass(frozen=True)
+class ExpectedDraft:
+    """What is read of a draft.
+
+    Attributes:
+        id: Owner and name on the hub.
+        target: The same of its target.
+        files: Its files.
+        values: What is read, by name.
+        sources: The field of ``config.json`` that says each value, with its section.
+        completed: Fields that were not quoted, and without which there is no configuration.
+        method: Of ``--speculative-config``.
+        starts: False if too little was quoted for a start.
+    """
+
+    id: str
+    target: str
+    files: PublishedFiles
+    values: Mapping[str, Any]
+    sources: Mapping[str, str]
+    completed: Mapping[str, Any]
+    method: str = "dflash"
+    starts: bool = True
+
+
 @cache
 def published_files() -> tuple[PublishedFiles, ...]:
     """Read what was found of all checkpoints."""
@@ -96,10 +121,33 @@ def files_of(checkpoint: str, revision: str = "") -> PublishedFiles:
     return next(found)
 
 
+def _table() -> dict[str, Any]:
+    return tomllib.loads((FOLDER / "expected.toml").read_text())
+
+
 def families() -> list[dict[str, Any]]:
     """Read the table of what must come out, by family."""
-    table: list[dict[str, Any]] = tomllib.loads((FOLDER / "expected.toml").read_text())["family"]
+    table: list[dict[str, Any]] = _table()["family"]
     return table
+
+
+@cache
+def expected_drafts() -> tuple[ExpectedDraft, ...]:
+    """Return what must be read of each draft that is in the table."""
+    table = _table()
+    return tuple(
+        ExpectedDraft(
+            row["id"],
+            row["target"],
+            files_of(row["id"]),
+            row["values"],
+            {**table["of_drafts"], **row.get("sources", {})},
+            row.get("completed", {}),
+            row.get("method", "dflash"),
+            row.get("starts", True),
+        )
+        for row in table["draft"]
+    )
 
 
 @cache
@@ -119,8 +167,20 @@ def expected() -> tuple[Expected, ...]:
     )
 
 
+def adapters() -> list[dict[str, Any]]:
+    """Read what was found of adapters."""
+    table: list[dict[str, Any]] = _table()["adapter"]
+    return table
+
+
 def shapes_of(config: dict[str, Any]) -> dict[str, Shape]:
     """Return the shapes by the rules for a ``config.json``, with experts one by one."""
+    rules, made = rules_of(config)
+    return split_experts(rules.shapes(made))
+
+
+def rules_of(config: dict[str, Any]) -> tuple[TensorRules, Any]:
+    """Return the rules of tensors for a ``config.json``, and its content as a configuration."""
     from transformers import LlamaConfig
 
     code = config.get("auto_map", {}).get("AutoModelForCausalLM", "").rpartition(".")[2]
@@ -132,5 +192,4 @@ def shapes_of(config: dict[str, Any]) -> dict[str, Shape]:
     config_class = imported(family.config) if family.config else LlamaConfig
     if family.architecture == "DreamModel":
         config_class = imported("vllm_diffusion.families.dream_reasoner.startup:DreamConfig")
-    rules = imported(family.engine_config).tensor_rules()
-    return split_experts(rules.shapes(config_class(**config)))
+    return imported(family.engine_config).tensor_rules(), config_class(**config)
