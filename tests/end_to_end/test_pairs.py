@@ -61,15 +61,15 @@ SERVERS: dict[str, Any] = {
     "sdar": lambda folder: (
         shipped_checkpoint("sdar"),
         ["--tool-call-parser", "hermes", "--enable-auto-tool-choice"],
-        {"canvas": 8, "is_masked": True},
+        {"canvas": 8, "is_masked": True, "is_aligned": True},
     ),
     **{
         name: lambda folder, name=name, about=about: _family(name, folder, is_masked=True, **about)
         for name, about in {
             "llada": {"canvas": 32},
-            "llada2.1": {"canvas": 8},
-            "fast-dllm": {"canvas": 8},
-            "a2d": {"canvas": 8},
+            "llada2.1": {"canvas": 32, "is_aligned": True},
+            "fast-dllm": {"canvas": 32, "is_aligned": True},
+            "a2d": {"canvas": 32},
         }.items()
     },
 }

@@ -143,15 +143,23 @@ def _schema(sent: Mapping[str, Any], choice: Choice, answer: Answer) -> str:
     return ""
 
 
+def _is_cut(sent: Mapping[str, Any], choice: Choice) -> bool:
+    """Return true if an answer may have ended before its constraint did."""
+    return choice.finish != "stop" or "stop" in sent or "stop_token_ids" in sent
+
+
 def _regex(sent: Mapping[str, Any], choice: Choice, answer: Answer) -> str:
-    cut = choice.finish != "stop" or "stop" in sent or "stop_token_ids" in sent
+    cut = _is_cut(sent, choice)
     form = "[a-c]{0,4}" if cut else REGEX
     return _said(not re.fullmatch(form, choice.text), f"{choice.text!r} is not {form}")
 
 
 def _choice(sent: Mapping[str, Any], choice: Choice, answer: Answer) -> str:
-    cut = choice.finish != "stop" or "stop" in sent or "stop_token_ids" in sent
+    cut = _is_cut(sent, choice)
     fits = any(word.startswith(choice.text) if cut else word == choice.text for word in WORDS)
+    # What ends the answer is shown with it where that was asked for.
+    if sent.get("include_stop_str_in_output") and sent.get("skip_special_tokens") is False:
+        fits = choice.text.startswith(tuple(WORDS)) or fits
     return _said(not fits, f"{choice.text!r} is none of {WORDS}")
 
 
@@ -185,7 +193,9 @@ def _step_map(sent: Mapping[str, Any], choice: Choice, answer: Answer) -> str:
     steps = choice.steps
     if len(steps) != len(choice.ids):
         return f"{len(steps)} steps of {len(choice.ids)} tokens"
-    most = sent.get("diffusion_max_steps")
+    # A constraint may take more steps than the cap.
+    is_free = not {"bad_words", "structured_outputs", "response_format", "tools"} & sent.keys()
+    most = sent.get("diffusion_max_steps") if is_free else None
     return _said(most is not None and max(steps, default=0) > most, f"steps {steps}")
 
 
@@ -211,9 +221,11 @@ def _suffixed(sent: Mapping[str, Any], choice: Choice, answer: Answer) -> str:
 
 
 def _pinned(sent: Mapping[str, Any], choice: Choice, answer: Answer) -> str:
-    seed = sent["diffusion_seed_canvas"]
-    wrong = [i for i in (1, 2) if i < len(choice.ids) and choice.ids[i] != seed[i]]
-    return _said(bool(wrong) and not sent.get("read_only"), f"pins {wrong} of {choice.ids}")
+    # Positions of a block that the prompt fills stand before the answer.
+    seed, first = sent["diffusion_seed_canvas"], sent["given"](answer.usage["prompt_tokens"])
+    of_answer = {i - first: seed[i] for i in (1, 2) if i >= first}
+    wrong = [i for i, token in of_answer.items() if choice.ids[i : i + 1] not in ([], [token])]
+    return _said(bool(wrong), f"pins {wrong} of {choice.ids}")
 
 
 def _read(sent: Mapping[str, Any], choice: Choice, answer: Answer) -> str:
@@ -288,7 +300,7 @@ def fields_of(canvas: int) -> list[Field]:
                         }
                     },
                     _schema,
-                    **constraint,
+                    ("structured_outputs", "response_format"),
                 ),
                 Value("regex", {"structured_outputs": {"regex": REGEX}}, _regex, **constraint),
                 Value("choice", {"structured_outputs": {"choice": WORDS}}, _choice, **constraint),

@@ -63,6 +63,7 @@ class Served:
         canvas: Positions of its canvases.
         ways: Values of ``diffusion_rule``; one without a name where there is no choice.
         is_masked: A position without a token holds a mask.
+        is_aligned: Blocks are counted from position 0, so that the first holds the prompt's end.
         max_tokens: Of each answer.
         seconds: How long a request may take.
     """
@@ -71,6 +72,7 @@ class Served:
     canvas: int
     ways: Sequence[str] = ("",)
     is_masked: bool = False
+    is_aligned: bool = False
     max_tokens: int = 20
     seconds: float = 300
 
@@ -84,7 +86,9 @@ class Pairs:
         spec: Any = SimpleNamespace(marks_undecided=served.is_masked)
         rows = [row for row in EXCLUSIONS if row.applies(spec)]
         self._excluded = {frozenset((row.field, row.other)) for row in rows} | _OF_VLLM
-        self._client = httpx.Client(base_url=served.url, timeout=served.seconds)
+        # A server closes connections that are idle for as long as a client keeps them by default.
+        limits = httpx.Limits(keepalive_expiry=1)
+        self._client = httpx.Client(base_url=served.url, timeout=served.seconds, limits=limits)
         self._random = random.Random(seed)
         self.report = Report()
 
@@ -163,6 +167,9 @@ class Pairs:
         return [value for each in self._fields for value in each.values if path in value.paths]
 
     def _excluding(self, one: Value, other: Value) -> Sequence[str]:
+        if {one.name, other.name} == {"echo", "logprobs of text"} and self._served.is_masked:
+            # Together they are log-probabilities of the prompt, which no position predicts.
+            return "echo", "prompt_logprobs"
         for a in one.fields:
             for b in other.fields:
                 if frozenset((a, b)) in self._excluded and a != b:
@@ -209,7 +216,10 @@ class Pairs:
         status, said = answers[0].status, answers[0]
         if status != httpx.codes.BAD_REQUEST:
             self._fault(path, way, values, f"is excluded, and answered with {status}")
-        elif said.param not in {*fields, "diffusion_rule"}:
+        # vLLM's own may name the field in words alone.
+        elif said.param not in {*fields, "diffusion_rule"} and not (
+            said.param is None and any(name in said.message for name in (*fields, "tool_choice"))
+        ):
             self._fault(path, way, values, f"names {said.param}: {said.message}")
 
     def _check(
@@ -226,6 +236,7 @@ class Pairs:
             self._fault(path, way, values, f"whole and streamed differ: {told[0]}, {told[1]}")
         sent: dict[str, Any] = {name: v for value in values for name, v in value.body.items()}
         sent |= {"max_tokens": self._served.max_tokens, "canvas": self._served.canvas}
+        sent["given"] = lambda n: n % self._served.canvas if self._served.is_aligned else 0
         sent["prompt"] = PROMPTS[len(values) % len(PROMPTS)]
         for answer in answers:
             if len(answer.choices) != sent.get("n", 1):

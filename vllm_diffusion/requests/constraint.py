@@ -16,12 +16,11 @@ from vllm_diffusion.requests import bounds
 from vllm_diffusion.requests.guidance import GUIDANCE
 from vllm_diffusion.requests.json_schema import SchemaError, guided_schema, json_text
 from vllm_diffusion.requests.readers import Reading, guidance_problem, read_aside
-from vllm_diffusion.requests.refusals import refuse
+from vllm_diffusion.requests.refusals import CONSTRAINT, refuse
 from vllm_diffusion.requests.tags import written_tag
 from vllm_diffusion.requests.tool_calls.tag_grammar import tag_grammar
 
 XGRAMMAR = "xgrammar"
-_FIELD = "structured_outputs"
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 # An attribute of a constraint that was read; it says what was read then.
 _READ = "_read_by_vllm_diffusion"
@@ -71,7 +70,7 @@ def _read(constraint: Any, config: Any) -> None:
     try:
         kind, written, back_end = _written(kind, _text(kind, value), white_space)
     except SchemaError as error:
-        refuse(_FIELD, f"(response_format, tools): {error}.")
+        refuse(CONSTRAINT, f": {error}.")
     for name in _KINDS:
         setattr(constraint, name, written if name == kind else None)
     constraint._backend = back_end
@@ -89,7 +88,7 @@ def _white_space(constraint: Any, config: Any) -> str:
         return " ?"
     if not _WHITE_SPACE.fullmatch(pattern) or guidance_problem("regex", f"(?:{pattern})?"):
         refuse(
-            _FIELD,
+            CONSTRAINT,
             f"has whitespace_pattern={pattern!r}, which must be an expression of white space alone, such as "
             "'[ \\n]?'.",
         )

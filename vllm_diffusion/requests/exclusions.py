@@ -15,6 +15,7 @@ from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.rule import RULE
 from vllm_diffusion.requests.arguments import PREFIX, RequestArguments
 from vllm_diffusion.requests.bounds import Problem
+from vllm_diffusion.requests.refusals import CONSTRAINT, clients_name
 
 # Values of fields that change nothing, where it is not None or an empty list.
 _NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
@@ -42,14 +43,15 @@ class Exclusion:
     @property
     def message(self) -> str:
         """What a refusal says after the field's name."""
-        return f"cannot be combined with {self.other}, {self.reason}; leave one of them out."
+        other = clients_name(self.other)
+        return f"cannot be combined with {other}, {self.reason}; leave one of them out."
 
 
 def _beside(other: str, reason: str, *fields: str, **where: Any) -> list[Exclusion]:
     return [Exclusion(field, other, reason, **where) for field in fields]
 
 
-_CONSTRAINTS = ("structured_outputs", "bad_words", "thinking_token_budget")
+_CONSTRAINTS = (CONSTRAINT, "bad_words", "thinking_token_budget")
 _MASKED: dict[str, Any] = {
     "where": "models with a mask token",
     "applies": lambda spec: spec.marks_undecided,
@@ -152,10 +154,8 @@ def _refused_by_way(
             continue
         if chooses:
             reason = f"needs tokens that are not known yet where one is drawn: {remedy}"
-        if field == "structured_outputs":
-            # What is sent as tools is a long grammar by now.
-            reason, value = f"(response_format, tools) {reason}", None
-        yield field, reason, value
+        # What is sent as tools is a long grammar by now.
+        yield field, reason, None if field == CONSTRAINT else value
     refused = dict(spec.refused_arguments(way))
     if chooses:
         no_effect = f"has no effect on an answer: {remedy}"

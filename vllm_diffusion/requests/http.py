@@ -40,7 +40,13 @@ from vllm_diffusion.requests.arguments import PREFIX, PUBLISHED_NAMES, check_roo
 from vllm_diffusion.requests.bodies import BodyError, BodyReader, discarding
 from vllm_diffusion.requests.constraint import read_constraint_aside
 from vllm_diffusion.requests.first_errors import stop_at_first_errors
-from vllm_diffusion.requests.refusals import failing_aloud, one_line, refuse
+from vllm_diffusion.requests.refusals import (
+    CONSTRAINT,
+    failing_aloud,
+    note_constraint,
+    one_line,
+    refuse,
+)
 from vllm_diffusion.requests.validation import (
     admit,
     brought_texts,
@@ -393,6 +399,7 @@ def read_body(request: Any, model_config: Any, unknown: Mapping[str, Any] | None
     _check_lengths(request, model_config)
     check_fields(request)
     fields = (request.model_extra or {}) if unknown is None else unknown
+    note_constraint(spellings.constraining_field(request) or CONSTRAINT)
     spellings.read_spellings(request, fields)
     if getattr(request, "use_beam_search", False) and model_config.is_diffusion:
         refuse(

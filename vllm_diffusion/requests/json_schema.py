@@ -54,9 +54,9 @@ _DATA = frozenset(["const", "enum", "default", "examples", "example"])
 _MOST_LISTED = 2**53
 # llguidance has no grammar of a number's bounds from 2**63 on; this one is exact as a double.
 _MOST_BOUND = 922 * 10**16
-# No answer has as many items, properties or characters.
-_MOST_COUNTED = 10**8
-_COUNTS = ("Items", "Length", "Properties", "Contains")
+# No answer has as many: an item or property takes a token at least, of which the longest context
+# has 262,144, and a token may have some characters.
+_MOST_COUNTED = {"Items": 10**6, "Properties": 10**6, "Contains": 10**6, "Length": 10**8}
 # The place of llguidance's problem is looked for in schemas of so many parts.
 _MOST_SEARCHED = 300
 # White space between the parts of an answer: at most one space after a comma or a colon. With more
@@ -237,7 +237,7 @@ def _write_flags(part: dict[str, Any]) -> None:
 
 def _write_counts(part: dict[str, Any]) -> None:
     """Write counts with a point, such as ``1.0``, as the integers that they are."""
-    for key in (f"{side}{kind}" for side in ("min", "max") for kind in _COUNTS):
+    for key in (f"{side}{kind}" for side in ("min", "max") for kind in _MOST_COUNTED):
         count = part.get(key)
         if isinstance(count, float) and count.is_integer():
             part[key] = int(count)
@@ -290,8 +290,8 @@ def _drop_idle(part: dict[str, Any]) -> None:
     ):
         if part.get(key) == value:
             del part[key]
-    for kind in _COUNTS:
-        if part.get(f"max{kind}", 0) >= _MOST_COUNTED:
+    for kind, most in _MOST_COUNTED.items():
+        if part.get(f"max{kind}", 0) >= most:
             del part[f"max{kind}"]
     for key, needed in (
         ("then", "if"),

@@ -13,10 +13,27 @@ import logging
 import reprlib
 import time
 from collections.abc import AsyncGenerator, Iterator
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.requests.greedy_filters import note_filters
+
+# Field of ``SamplingParams`` that holds a constraint.
+CONSTRAINT = "structured_outputs"
+# Field in which the client of this request has sent its constraint, which all endpoints hand on
+# under one name.
+_constrained_by: ContextVar[str] = ContextVar("constrained_by")
+
+
+def note_constraint(field: str) -> None:
+    """Have refusals of this request's constraint name the client's own field."""
+    _constrained_by.set(field)
+
+
+def clients_name(field: str) -> str:
+    """Return the name that the client has for a field."""
+    return _constrained_by.get(field) if field == CONSTRAINT else field
 
 
 def refuse(field: str, reason: str, value: Any = None) -> NoReturn:
@@ -32,7 +49,11 @@ def refuse(field: str, reason: str, value: Any = None) -> NoReturn:
     """
     from vllm.exceptions import VLLMValidationError
 
-    raise VLLMValidationError(f"{field} {reason}", parameter=field, value=value)
+    name = clients_name(field)
+    # Whoever asks without a body may have it from there.
+    where = " (response_format, tools)" if name == CONSTRAINT else ""
+    space = "" if reason.startswith(":") else " "
+    raise VLLMValidationError(f"{name}{where}{space}{reason}", parameter=name, value=value)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from vllm.entrypoints.anthropic.protocol import AnthropicJsonOutputFormat, Anthr
 from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_diffusion.requests.bounds import members
-from vllm_diffusion.requests.refusals import refuse
+from vllm_diffusion.requests.refusals import CONSTRAINT, note_constraint, refuse
 
 # Fields of vLLM's before 0.12, by the name that they have within ``structured_outputs``. Clients
 # for all releases (guidance) send both forms, of which vLLM reads its own. In NIM's ``nvext`` they
@@ -57,6 +57,7 @@ def read_spellings(request: Any, fields: Mapping[str, Any]) -> None:
     for other, value in (*_own(request), *found[1:]):
         if value != constraint:
             refuse(name, f"cannot be combined with {other}; leave one of them out.")
+    note_constraint(name)
     known = type(request).model_fields
     if "output_config" in known and "json" in constraint:
         wanted = AnthropicJsonOutputFormat(schema=constraint["json"])
@@ -71,6 +72,22 @@ def read_spellings(request: Any, fields: Mapping[str, Any]) -> None:
             request.text = request.text.model_copy(update={"format": None})
     else:
         refuse(name, "is not taken by this endpoint, which holds to JSON schemas alone.")
+
+
+def constraining_field(request: Any) -> str | None:
+    """Return the field in which a body has its constraint; ``None`` if it has none.
+
+    Args:
+        request: Body of a request, as vLLM's protocol read it.
+    """
+    if getattr(request, "structured_outputs", None) is not None:
+        return CONSTRAINT
+    for field, form in _forms(request):
+        if form["type"] != "text":
+            return field
+    if getattr(getattr(request, "output_config", None), "format", None) is not None:
+        return "output_config.format"
+    return "tools" if getattr(request, "tools", None) else None
 
 
 def _refuse_older(request: Any, fields: Mapping[str, Any]) -> None:

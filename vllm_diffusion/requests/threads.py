@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, InvalidStateError
+from contextvars import copy_context
 from typing import Any
 
 # llguidance goes down a chain of references in its own stack: the longest that 6,000 objects make
@@ -52,7 +53,9 @@ class LeavableThreads(Executor):
 
     def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        self._jobs.put((future, lambda: call(*args, **kwargs)))
+        # What is said about a call names the fields of the request that it is for.
+        context = copy_context()
+        self._jobs.put((future, lambda: context.run(call, *args, **kwargs)))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

@@ -184,6 +184,13 @@ def _excluded(
 ) -> Iterator[Problem]:
     """Find what a request must not ask for beside something else, or on this server."""
     model_config = processor.model_config
+    has_thoughts = getattr(processor.vllm_config, "reasoning_config", None) is not None
+    if params.thinking_token_budget is not None and not has_thoughts:
+        reason = (
+            "needs to know where thoughts end: start the server with --reasoning-parser or "
+            "--reasoning-config, or leave it out."
+        )
+        yield "thinking_token_budget", reason, params.thinking_token_budget
     yield from excluded(params, arguments, model_config.diffusion.spec)
     yield from _contradictions(params, arguments, model_config.diffusion.spec)
     yield from _logprobs(params, model_config, processor.scheduler_config.max_num_seqs)

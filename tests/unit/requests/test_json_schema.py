@@ -251,7 +251,7 @@ def test_bounds_that_are_no_doubles(kind, bound):
 @pytest.mark.parametrize(
     ("schema", "count"),
     [
-        ({"type": "array", "items": {"type": "boolean"}, "maxItems": 2**31 - 1}, "[true]"),
+        ({"type": "array", "items": {"type": "boolean"}, "maxItems": 10**6}, "[true]"),
         ({"type": "string", "maxLength": 10**20}, '"ab"'),
         ({"type": "object", "maxProperties": 10**20}, '{"a":1}'),
     ],
@@ -260,7 +260,7 @@ def test_bounds_that_are_no_doubles(kind, bound):
 def test_counts_that_no_answer_reaches(schema, count):
     """A count that no answer reaches limits nothing; one that an answer may reach is refused."""
     assert accepts_of(schema)(count)
-    assert "up to 10000 are supported" in str(refusal_of({"type": "array", "maxItems": 10**7}))
+    assert "up to 10000 are supported" in str(refusal_of({"type": "array", "maxItems": 10**5}))
 
 
 def test_whole_numbers_with_a_point():
