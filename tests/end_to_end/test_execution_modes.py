@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.utils
 
 from tests.support.engines.engine import TracedEngine, run_here
 from tests.support.engines.generate import run_engine, small_engine
@@ -70,6 +71,22 @@ def test_order_of_passes(options, order, checkpoint, expected, monkeypatch):
         "model DiffusionGemmaForBlockDiffusion, sampler DiffusionSampler, attention "
         f"vllm_diffusion.attention.backend.CanvasAttentionBackend, scheduler canvas_scheduler ({order})"
     )
+
+
+def test_step_is_compiled_before_a_request(checkpoint, expected):
+    """An engine that is ready has compiled its step as requests need it, so none waits."""
+    torch._dynamo.reset()
+    counted = torch._dynamo.utils.counters["stats"]
+    counted.clear()
+    with TracedEngine(checkpoint, enforce_eager=False) as engine:
+        at_start = counted["unique_graphs"]
+        assert at_start >= 1
+        prompts = [random_prompt(20 + 30 * i, i) for i in range(NUM_REQUESTS)]
+        answers = engine.generate(
+            prompts, seeds=list(range(NUM_REQUESTS)), max_tokens=2 * CANVAS, ignore_eos=True
+        )
+        assert counted["unique_graphs"] == at_start
+    assert [list(answer.token_ids) for answer in answers] == expected
 
 
 SETTINGS = [

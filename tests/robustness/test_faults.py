@@ -147,7 +147,7 @@ def test_thread_of_the_engine_raises(thread: str, tmp_path: Path) -> None:
 def test_terminated(options: tuple[str, ...], tmp_path: Path) -> None:
     """SIGTERM gives each request in flight an error or an end, and a late one a 503.
 
-    Processes are spawned, as ``vllm serve`` does.
+    Processes are spawned, as ``vllm serve`` does for an accelerator.
     """
     with small_server(tmp_path, *options, VLLM_WORKER_MULTIPROC_METHOD="spawn") as server:
         clients = start_clients(server)

@@ -3,14 +3,12 @@
 Importing vLLM makes a million objects that stay, and Python's collector walks through them again
 and again: a quarter of the import's time. So it waits until they are there, and does not look at
 them afterwards, when vLLM has it walk through everything several times more, and Python at the end.
-On a CPU the engine's process begins with what this one has imported.
 """
 
 from __future__ import annotations
 
 import atexit
 import gc
-import os
 import sys
 
 from vllm_diffusion.startup.environment import await_engine_at_shutdown
@@ -19,11 +17,8 @@ if __name__ == "__main__":
     gc.disable()
     await_engine_at_shutdown()
     from vllm.entrypoints.cli import main, openai, serve  # noqa: F401
-    from vllm.platforms import current_platform
 
     gc.freeze()
     gc.enable()
     atexit.register(gc.freeze)
-    if current_platform.is_cpu():
-        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     sys.exit(main.main())

@@ -11,6 +11,8 @@ import sys
 from typing import Any
 
 _CPU_PLATFORM = "vllm_diffusion.cpu.platform.DiffusionCpuPlatform"
+# The module of vLLM's commands. A script that uses ``vllm.LLM`` does not import it.
+_COMMAND = "vllm.entrypoints.cli.main"
 
 
 def cpu_platform_plugin() -> str | None:
@@ -39,6 +41,10 @@ def cpu_platform_plugin() -> str | None:
     # which import torch to see what they could compile for a GPU: a third of a start's processor
     # time.
     os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
+    if _COMMAND in sys.modules:
+        # The engine's process begins with what the command has imported. The command has vLLM spawn
+        # it, for the sake of accelerators, unless the variable is set by then.
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     return _CPU_PLATFORM
 
 

@@ -90,6 +90,11 @@ class DiffusionCpuWorker(FiniteWeights, CPUWorker):
         with leaving(plan_of(self.vllm_config).refusal_path):
             super().load_model(**options)
 
+    def compile_or_warm_up_model(self) -> Any:
+        if spec_of(self.model_config) is not None:
+            self.model_runner.compile_step()
+        return super().compile_or_warm_up_model()
+
     def _make_model_runner(self) -> Any:
         if spec_of(self.model_config) is not None:
             from vllm_diffusion.cpu.canvas_cpu_runner import CanvasCpuRunner

@@ -15,6 +15,7 @@ import os
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.cpu_resource_utils import get_visible_memory_node
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
+
+logger = init_logger(f"vllm.{__name__}")
 
 # Blocks of the size that GPUs use: short prompts then hit the prefix cache too.
 DEFAULT_BLOCK_SIZE = 16
@@ -171,9 +174,13 @@ class DiffusionCpuPlatform(CpuPlatform):
             raise ValueError("--enable-dbo needs a GPU; leave it out on the CPU.")
 
         vllm_config.profiler_config.torch_profiler_dump_cuda_time_total = False
-        # Workers are spawned unless the operator sets another way: what else this process has
-        # begun, threads and sockets, is not theirs to inherit.
-        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        # Processes of a script are spawned unless it sets another way: what else it has begun,
+        # threads and sockets, is not theirs to inherit.
+        if os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn") == "fork":
+            logger.info_once(
+                "The engine's processes are forked, since there is no accelerator; "
+                "VLLM_WORKER_MULTIPROC_METHOD=spawn has them import everything again."
+            )
         # vLLM's automatic binding wants a NUMA node for each rank and keeps one core idle.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

@@ -187,10 +187,18 @@ class DiffusionSampler:
             canvas_counts: Numbers of whole canvases, the largest first.
             hidden: [most canvases * canvas_length, hidden_size], rows that graphs read from.
         """
-        # No slot has rows or a constraint, so a capture changes no canvas.
+        self._lay_out_nothing()
+        self.graphs.capture(capture, canvas_counts, hidden)
+
+    def compile_step(self) -> None:
+        """Compile what decides about canvases, for which the first request would wait."""
+        self._lay_out_nothing()
+        self.graphs.decide()
+
+    def _lay_out_nothing(self) -> None:
+        """Begin a pass that changes no canvas: no slot has rows or a constraint."""
         self.constraints.clear()
         self.pass_rows.clear()
-        self.graphs.capture(capture, canvas_counts, hidden)
 
     def profile(self, rows: Tensor) -> None:
         """Allocate what the largest pass would, for the engine's memory profile.
