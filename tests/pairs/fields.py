@@ -148,18 +148,23 @@ def _is_cut(sent: Mapping[str, Any], choice: Choice) -> bool:
     return choice.finish != "stop" or "stop" in sent or "stop_token_ids" in sent
 
 
+def _written(sent: Mapping[str, Any], choice: Choice) -> str:
+    """Return an answer's text without what ends it, where special tokens are shown."""
+    is_shown = sent.get("skip_special_tokens") is False
+    return choice.text.partition("<")[0] if is_shown else choice.text
+
+
 def _regex(sent: Mapping[str, Any], choice: Choice, answer: Answer) -> str:
-    cut = _is_cut(sent, choice)
-    form = "[a-c]{0,4}" if cut else REGEX
-    return _said(not re.fullmatch(form, choice.text), f"{choice.text!r} is not {form}")
+    form = "[a-c]{0,4}" if _is_cut(sent, choice) else REGEX
+    return _said(not re.fullmatch(form, _written(sent, choice)), f"{choice.text!r} is not {form}")
 
 
 def _choice(sent: Mapping[str, Any], choice: Choice, answer: Answer) -> str:
-    cut = _is_cut(sent, choice)
-    fits = any(word.startswith(choice.text) if cut else word == choice.text for word in WORDS)
-    # What ends the answer is shown with it where that was asked for.
-    if sent.get("include_stop_str_in_output") and sent.get("skip_special_tokens") is False:
-        fits = choice.text.startswith(tuple(WORDS)) or fits
+    cut, said = _is_cut(sent, choice), _written(sent, choice)
+    fits = any(word.startswith(said) if cut else word == said for word in WORDS)
+    # A token that ends the answer is shown with it where that was asked for.
+    if sent.get("include_stop_str_in_output") and "stop_token_ids" in sent:
+        fits = said.startswith(tuple(WORDS)) or fits
     return _said(not fits, f"{choice.text!r} is none of {WORDS}")
 
 
@@ -248,7 +253,8 @@ def fields_of(canvas: int) -> list[Field]:
     Args:
         canvas: Positions of its canvases.
     """
-    seed = [60 + i % 40 for i in range(canvas)]
+    # Tokens that a request brings are not drawn: none of those that another field forbids.
+    seed = [80 + i % 20 for i in range(canvas)]
     chat, text = {"paths": (CHAT,)}, {"paths": (COMPLETIONS,)}
     constraint = {"names": ("structured_outputs",)}
     return [

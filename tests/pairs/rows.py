@@ -133,10 +133,11 @@ class Pairs:
         """Send each pair of the table of exclusions, which must be refused by name."""
         for path, way in self._places():
             for one, other in combinations(self._values(path), 2):
-                both = self._excluding(one, other)
-                if both and self._may_stand(path, way, (one, other)):
+                is_excluded = self._excluding(one, other)
+                if is_excluded and self._may_stand(path, way, (one, other)):
                     answers = self._both_forms(path, way, [one, other])
-                    self._check_refusal(path, way, [one, other], answers, both)
+                    names = (*one.fields, *other.fields)
+                    self._check_refusal(path, way, [one, other], answers, names)
 
     def rows(self, most: int | None = None) -> None:
         """Send rows that hold every other pair.
