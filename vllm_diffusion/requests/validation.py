@@ -184,8 +184,9 @@ def _excluded(
 ) -> Iterator[Problem]:
     """Find what a request must not ask for beside something else, or on this server."""
     model_config = processor.model_config
-    has_thoughts = getattr(processor.vllm_config, "reasoning_config", None) is not None
-    if params.thinking_token_budget is not None and not has_thoughts:
+    thoughts = processor.vllm_config.reasoning_config
+    # vLLM refuses it too, but within a stream and without the field.
+    if params.thinking_token_budget is not None and not (thoughts and thoughts.enabled):
         reason = (
             "needs to know where thoughts end: start the server with --reasoning-parser or "
             "--reasoning-config, or leave it out."
@@ -277,7 +278,7 @@ def _freeze(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> None:
     """
     way, narrowed = spec.ways[arguments.way], {}
     if way is not spec.ways[0]:
-        # What it draws depends on its own width, and not on that of the server's canvases.
+        # A draft may be narrower than the server's canvases, and one token is one position.
         width = (arguments.canvas_length or way.length) if way.denoises else way.length
         narrowed = {"canvas_length": width, "max_steps": way.max_denoising_steps}
     width = narrowed.get("canvas_length") or arguments.canvas_length or spec.length
