@@ -252,7 +252,7 @@ def test_an_autoregressive_nemotron(tmp_path: Path) -> None:
         spec = spec_of(config.model_config)
         assert spec is not None
         assert spec.ways[0].name == "reveal"
-    assert spec.settings["rule"] == "autoregressive"
+    assert spec.ways[spec.default_way].name == "autoregressive"
 
 
 INDEXED = [one for one in published_files() if INDEX in one.files]

@@ -20,6 +20,8 @@ from vllm_diffusion.decoding.rule import REQUESTED_STEPS, RULE, Choice, Setting
 from vllm_diffusion.requests.refusals import refuse
 
 PREFIX = "diffusion_"
+# Setting that makes the end of a thought likelier.
+BOOST = PREFIX + "end_think_logit_boost"
 # Token ids of the longest end of a thought.
 MOST_THOUGHT_END = 16
 # Tokens of the longest text that an answer is expected to resemble, which each canvas searches.
@@ -301,6 +303,19 @@ def parse_arguments(
     )
 
 
+def boosts_end(arguments: RequestArguments, spec: CanvasSpec) -> bool:
+    """Return true if a request has the end of its thought made likelier."""
+    settings = spec.all_settings(arguments.settings)
+    return bool(settings.get(BOOST.removeprefix(PREFIX)))
+
+
+def field_of(name: str, value: Any) -> str:
+    """Return the field in which a client has sent an argument, given without its prefix."""
+    # OpenAI's prediction is an object.
+    is_openai = name == "suffix" or (name == "prediction" and isinstance(value, Mapping))
+    return name if is_openai else PREFIX + name
+
+
 def predicted_text(sent: Any, field: str) -> str:
     """Return the text that an answer is expected to resemble.
 
@@ -326,6 +341,14 @@ def predicted_text(sent: Any, field: str) -> str:
             f'diffusion_prediction also a text, or "{PROMPT}"; got {reprlib.repr(sent)}.',
         )
     return text
+
+
+def too_long_to_predict(num_tokens: int) -> str:
+    """Return what is said of a prediction of too many tokens, after its field."""
+    return (
+        f"has {num_tokens} tokens; each canvas searches them, and at most {MOST_PREDICTED} are taken. Send the part "
+        "that the answer is likely to repeat."
+    )
 
 
 def check_room(num_given: int, max_tokens: int, most: int) -> None:

@@ -7,19 +7,34 @@ token of a pin that is not allowed, are checked in ``validation.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.rule import RULE
-from vllm_diffusion.requests.arguments import PREFIX, RequestArguments
+from vllm_diffusion.requests.arguments import (
+    BOOST,
+    MOST_PREDICTED,
+    MOST_THOUGHT_END,
+    PREFIX,
+    RequestArguments,
+    boosts_end,
+    field_of,
+    too_long_to_predict,
+)
 from vllm_diffusion.requests.bounds import Problem
 from vllm_diffusion.requests.refusals import CONSTRAINT, clients_name
 
+# Of log-probabilities that a server keeps until their tokens are emitted: room for each position of
+# each request's canvas, as wide as the widest request. A pass reports at most as many.
+MOST_LOGPROBS_BYTES = 2**30
+# A token id of 64 bits, and a float32.
+_BYTES_A_LOGPROB = 12
+# What ends a thought.
+THOUGHT_END = "</think>"
 # Values of fields that change nothing, where it is not None or an empty list.
 _NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
-BOOST = f"{PREFIX}end_think_logit_boost"
 
 
 @dataclass(frozen=True)
@@ -125,15 +140,26 @@ def asked(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> dict[st
     }
 
 
-def excluded(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> Iterator[Problem]:
-    """Find the pairs of a request that exclude one another, and what its way cannot honour.
+def excluded(
+    params: Any, arguments: RequestArguments, processor: Any, num_prompt: int
+) -> Iterator[Problem]:
+    """Find what a request must not ask for: beside something else, in its way, or on this server.
 
     Args:
         params: ``SamplingParams``, which vLLM has checked.
         arguments: Its arguments about canvases.
-        spec: Description of the server's canvases.
+        processor: vLLM's ``InputProcessor``.
+        num_prompt: Tokens of its prompt.
     """
+    spec = processor.model_config.diffusion.spec
+    yield from _refused_by_server(params, arguments, processor, num_prompt)
     yield from _refused_by_way(params, arguments, spec)
+    yield from _pairs(params, arguments, spec)
+    yield from _unfit_values(params, arguments, spec)
+
+
+def _pairs(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> Iterator[Problem]:
+    """Find the pairs of the table."""
     has = asked(params, arguments, spec)
     for row in EXCLUSIONS:
         if has[row.field] and has[row.other] and row.applies(spec):
@@ -175,14 +201,92 @@ def _refused_by_way(
             yield field_of(own, value), refused[own], value
 
 
-def boosts_end(arguments: RequestArguments, spec: CanvasSpec) -> bool:
-    """Return true if a request has the end of its thought made likelier."""
-    settings = spec.all_settings(arguments.settings)
-    return bool(settings.get(BOOST.removeprefix(PREFIX)))
+def _refused_by_server(
+    params: Any, arguments: RequestArguments, processor: Any, num_prompt: int
+) -> Iterator[Problem]:
+    """Find what a server has no means for, and what its model's blocks have no room for."""
+    model_config, thoughts = processor.model_config, processor.vllm_config.reasoning_config
+    # vLLM refuses it too, but within a stream and without the field.
+    if params.thinking_token_budget is not None and not (thoughts and thoughts.enabled):
+        reason = (
+            "needs to know where thoughts end: start the server with --reasoning-parser or "
+            "--reasoning-config, or leave it out."
+        )
+        yield "thinking_token_budget", reason, params.thinking_token_budget
+    if arguments.predicts_prompt and num_prompt > MOST_PREDICTED:
+        yield "prediction", too_long_to_predict(num_prompt), None
+    yield from _logprobs(params, model_config, processor.scheduler_config.max_num_seqs)
+    yield from _blocks(params, arguments, num_prompt, model_config)
 
 
-def field_of(name: str, value: Any) -> str:
-    """Return the field in which a client has sent an argument, given without its prefix."""
-    # OpenAI's prediction is an object.
-    is_openai = name == "suffix" or (name == "prediction" and isinstance(value, Mapping))
-    return name if is_openai else PREFIX + name
+def _unfit_values(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> Iterator[Problem]:
+    """Find values that do not fit one another, or the request's own canvas."""
+    rule, settings = spec.ways[arguments.way].rule, spec.all_settings(arguments.settings)
+    if problem := rule.contradiction(settings):
+        # Its settings contradict one another, or the server's for those that are left out.
+        names, reason = problem
+        name = next(name for name in names if name in arguments.settings)
+        yield PREFIX + name, f"does not go with the rest: {reason}.", None
+    if boosts_end(arguments, spec) and not 0 < len(arguments.thought_end) <= MOST_THOUGHT_END:
+        reason = f"needs a tokenizer in which {THOUGHT_END} is 1 to {MOST_THOUGHT_END} tokens; leave it out."
+        yield BOOST, reason, None
+    allowed, brought = params.allowed_token_ids, arguments.seed_canvas or ()
+    ends = {*params.all_stop_token_ids, *(params.stop_token_ids or ())}
+    if params.min_tokens > 0 and allowed and ends.issuperset(allowed):
+        reason = (
+            "holds only tokens that end the request, which min_tokens forbids at first; allow "
+            "others, or leave min_tokens out."
+        )
+        yield "allowed_token_ids", reason, allowed
+    for position in arguments.pinned if allowed is not None else ():
+        if brought[position] not in allowed:
+            reason = (
+                f"holds token {brought[position]} at position {position}, which allowed_token_ids "
+                "does not list; add it there, or leave the position out."
+            )
+            yield "diffusion_pinned", reason, None
+    width = arguments.canvas_length or spec.length
+    if arguments.read_only and params.min_tokens > (most := min(params.max_tokens or width, width)):
+        reason = (
+            f"must be at most {most}, the tokens that diffusion_read_only reads; got "
+            f"{params.min_tokens}. Lower it, or leave it out."
+        )
+        yield "min_tokens", reason, params.min_tokens
+
+
+def _logprobs(params: Any, model_config: Any, num_slots: int) -> Iterator[Problem]:
+    """Find more log-probabilities than the server has memory for until their tokens are emitted."""
+    num_top = params.logprobs or 0
+    if num_top < 0:
+        num_top = model_config.get_vocab_size()
+    width = model_config.diffusion.spec.length
+    # Besides the likeliest tokens there is the position's own.
+    most = MOST_LOGPROBS_BYTES // (_BYTES_A_LOGPROB * num_slots * width) - 1
+    if num_top > most:
+        reason = (
+            f"(top_logprobs) may be at most {most} on this server, which keeps them for {num_slots} "
+            f"canvases of {width} tokens in {MOST_LOGPROBS_BYTES // 2**20} MiB; got "
+            f"{params.logprobs}. Lower it, or start the server with a lower --max-num-seqs."
+        )
+        yield "logprobs", reason, params.logprobs
+
+
+def _blocks(
+    params: Any, arguments: RequestArguments, num_prompt: int, model_config: Any
+) -> Iterator[Problem]:
+    """Find an answer of no whole blocks in a request that names their length, as LLaDA's loop
+    refuses it.
+
+    An answer of all that the model has room for is vLLM's default: the request did not set that
+    length.
+    """
+    layout, length = model_config.diffusion.spec.layout, arguments.settings.get("block_length")
+    most, max_tokens = model_config.max_model_len - num_prompt, params.max_tokens
+    if length is None or max_tokens is None or max_tokens >= most:
+        return
+    if layout.has_whole_blocks and max_tokens % int(length):
+        reason = (
+            f"must be a multiple of diffusion_block_length, {length}; got {max_tokens}. Leave diffusion_block_length "
+            "out for an answer that is cut."
+        )
+        yield "max_tokens", reason, max_tokens

@@ -22,31 +22,25 @@ from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.requests import bounds
 from vllm_diffusion.requests.arguments import (
     MOST_PREDICTED,
-    MOST_THOUGHT_END,
     PREFIX,
     PROMPT,
     RequestArguments,
     attach_arguments,
+    boosts_end,
     check_room,
+    field_of,
     parse_arguments,
     predicted_text,
+    too_long_to_predict,
     with_end_texts,
 )
 from vllm_diffusion.requests.bounds import Problem
 from vllm_diffusion.requests.constraint import read_constraint
-from vllm_diffusion.requests.exclusions import BOOST, boosts_end, excluded, field_of
+from vllm_diffusion.requests.exclusions import THOUGHT_END, excluded
 from vllm_diffusion.requests.greedy_filters import noted_filters
 from vllm_diffusion.requests.refusals import failing_aloud, refuse
 from vllm_diffusion.startup.plan import spec_of
 from vllm_diffusion.weights.adapters.early_checks import check_request
-
-# Of log-probabilities that a server keeps until their tokens are emitted: room for each position of
-# each request's canvas, as wide as the widest request. A pass reports at most as many.
-MOST_LOGPROBS_BYTES = 2**30
-# A token id of 64 bits, and a float32.
-_BYTES_A_LOGPROB = 12
-# What ends a thought.
-THOUGHT_END = "</think>"
 
 
 def install() -> None:
@@ -142,7 +136,7 @@ def admit(params: Any, processor: Any, prompt: Any, lora_request: Any = None) ->
             _refuse_first(_without_effect(params))
         else:
             arguments = _completed(_read(params, processor), params, processor, token_ids)
-            _refuse_first(_excluded(params, arguments, processor, token_ids))
+            _refuse_first(excluded(params, arguments, processor, len(token_ids)))
             _freeze(params, arguments, spec)
         read_constraint(params.structured_outputs, processor.structured_outputs_config)
 
@@ -179,27 +173,6 @@ def _completed(
     return msgspec.structs.replace(arguments, **found)
 
 
-def _excluded(
-    params: Any, arguments: RequestArguments, processor: Any, token_ids: Sequence[int]
-) -> Iterator[Problem]:
-    """Find what a request must not ask for beside something else, or on this server."""
-    model_config = processor.model_config
-    thoughts = processor.vllm_config.reasoning_config
-    # vLLM refuses it too, but within a stream and without the field.
-    if params.thinking_token_budget is not None and not (thoughts and thoughts.enabled):
-        reason = (
-            "needs to know where thoughts end: start the server with --reasoning-parser or "
-            "--reasoning-config, or leave it out."
-        )
-        yield "thinking_token_budget", reason, params.thinking_token_budget
-    yield from excluded(params, arguments, model_config.diffusion.spec)
-    yield from _contradictions(params, arguments, model_config.diffusion.spec)
-    yield from _logprobs(params, model_config, processor.scheduler_config.max_num_seqs)
-    yield from _blocks(params, arguments, len(token_ids), model_config)
-    if arguments.predicts_prompt:
-        _check_predicted(len(token_ids))
-
-
 def _without_effect(params: Any) -> Iterator[Problem]:
     """Find arguments about canvases where the server answers token after token."""
     for name in params.extra_args or {}:
@@ -231,43 +204,6 @@ def _ignored(params: Any) -> Iterator[Problem]:
         value = (params.extra_args or {}).get(name)
         if value is not None and not isinstance(value, Mapping):
             yield name, f"must be a mapping; got {reprlib.repr(value)}.", None
-
-
-def _contradictions(
-    params: Any, arguments: RequestArguments, spec: CanvasSpec
-) -> Iterator[Problem]:
-    """Find values that do not fit one another, or the request's own canvas."""
-    rule, settings = spec.ways[arguments.way].rule, spec.all_settings(arguments.settings)
-    if problem := rule.contradiction(settings):
-        # Its settings contradict one another, or the server's for those that are left out.
-        names, reason = problem
-        name = next(name for name in names if name in arguments.settings)
-        yield PREFIX + name, f"does not go with the rest: {reason}.", None
-    if boosts_end(arguments, spec) and not 0 < len(arguments.thought_end) <= MOST_THOUGHT_END:
-        reason = f"needs a tokenizer in which {THOUGHT_END} is 1 to {MOST_THOUGHT_END} tokens; leave it out."
-        yield BOOST, reason, None
-    allowed, brought = params.allowed_token_ids, arguments.seed_canvas or ()
-    ends = {*params.all_stop_token_ids, *(params.stop_token_ids or ())}
-    if params.min_tokens > 0 and allowed and ends.issuperset(allowed):
-        reason = (
-            "holds only tokens that end the request, which min_tokens forbids at first; allow "
-            "others, or leave min_tokens out."
-        )
-        yield "allowed_token_ids", reason, allowed
-    for position in arguments.pinned if allowed is not None else ():
-        if brought[position] not in allowed:
-            reason = (
-                f"holds token {brought[position]} at position {position}, which allowed_token_ids "
-                "does not list; add it there, or leave the position out."
-            )
-            yield "diffusion_pinned", reason, None
-    width = arguments.canvas_length or spec.length
-    if arguments.read_only and params.min_tokens > (most := min(params.max_tokens or width, width)):
-        reason = (
-            f"must be at most {most}, the tokens that diffusion_read_only reads; got "
-            f"{params.min_tokens}. Lower it, or leave it out."
-        )
-        yield "min_tokens", reason, params.min_tokens
 
 
 def _freeze(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> None:
@@ -392,17 +328,9 @@ def _prediction(params: Any, processor: Any) -> dict[str, Any]:
         return {"predicts_prompt": sent == PROMPT}
     field = field_of("prediction", sent)
     tokens = _tokens(field, text, processor)
-    _check_predicted(len(tokens), field)
+    if len(tokens) > MOST_PREDICTED:
+        refuse(field, too_long_to_predict(len(tokens)))
     return {"prediction": tokens}
-
-
-def _check_predicted(num_tokens: int, field: str = "prediction") -> None:
-    if num_tokens > MOST_PREDICTED:
-        refuse(
-            field,
-            f"has {num_tokens} tokens; each canvas searches them, and at most {MOST_PREDICTED} are taken. Send the part "
-            "that the answer is likely to repeat.",
-        )
 
 
 def _tokens(field: str, text: str, processor: Any) -> tuple[int, ...]:
@@ -412,23 +340,6 @@ def _tokens(field: str, text: str, processor: Any) -> tuple[int, ...]:
         tokens = tuple(processor.tokenizer.encode(text, add_special_tokens=False))
     _check_vocabulary(tokens, processor.model_config.get_vocab_size(), field)
     return tokens
-
-
-def _logprobs(params: Any, model_config: Any, num_slots: int) -> Iterator[Problem]:
-    """Find more log-probabilities than the server has memory for until their tokens are emitted."""
-    num_top = params.logprobs or 0
-    if num_top < 0:
-        num_top = model_config.get_vocab_size()
-    width = model_config.diffusion.spec.length
-    # Besides the likeliest tokens there is the position's own.
-    most = MOST_LOGPROBS_BYTES // (_BYTES_A_LOGPROB * num_slots * width) - 1
-    if num_top > most:
-        reason = (
-            f"(top_logprobs) may be at most {most} on this server, which keeps them for {num_slots} "
-            f"canvases of {width} tokens in {MOST_LOGPROBS_BYTES // 2**20} MiB; got "
-            f"{params.logprobs}. Lower it, or start the server with a lower --max-num-seqs."
-        )
-        yield "logprobs", reason, params.logprobs
 
 
 def _check_vocabulary(token_ids: Sequence[int], vocab_size: int, field: str = "prompt") -> None:
@@ -441,24 +352,3 @@ def _check_vocabulary(token_ids: Sequence[int], vocab_size: int, field: str = "p
             f"holds the token id {most}, which is out of this model's vocabulary of {vocab_size} tokens (a tokenizer "
             "may have more than its model); leave out that token or its text.",
         )
-
-
-def _blocks(
-    params: Any, arguments: RequestArguments, num_prompt: int, model_config: Any
-) -> Iterator[Problem]:
-    """Find an answer of no whole blocks in a request that names their length, as LLaDA's loop
-    refuses it.
-
-    An answer of all that the model has room for is vLLM's default: the request did not set that
-    length.
-    """
-    layout, length = model_config.diffusion.spec.layout, arguments.settings.get("block_length")
-    most, max_tokens = model_config.max_model_len - num_prompt, params.max_tokens
-    if length is None or max_tokens is None or max_tokens >= most:
-        return
-    if layout.has_whole_blocks and max_tokens % int(length):
-        reason = (
-            f"must be a multiple of diffusion_block_length, {length}; got {max_tokens}. Leave diffusion_block_length "
-            "out for an answer that is cut."
-        )
-        yield "max_tokens", reason, max_tokens

@@ -12,7 +12,7 @@ from vllm.exceptions import VLLMValidationError
 from tests.support.engines.admission import Processor, checked, validate
 from tests.support.engines.vllm_configs import replan, vllm_config
 from tests.support.models.specs import diffusion_gemma_spec
-from vllm_diffusion.requests import refusals, validation
+from vllm_diffusion.requests import exclusions, refusals, validation
 from vllm_diffusion.requests.arguments import arguments_of
 from vllm_diffusion.requests.bounds import check_decodable
 
@@ -65,7 +65,7 @@ def test_logprobs_that_no_memory_holds(logprobs: int, num_slots: int, most: int)
         validate(SamplingParams(logprobs=logprobs), config)
     assert raised.value.parameter == "logprobs"
     validate(SamplingParams(logprobs=most), config)
-    assert num_slots * 256 * (1 + most) * 12 <= validation.MOST_LOGPROBS_BYTES
+    assert num_slots * 256 * (1 + most) * 12 <= exclusions.MOST_LOGPROBS_BYTES
 
 
 @pytest.mark.parametrize("autoregressive", [False, True])

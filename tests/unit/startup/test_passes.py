@@ -66,7 +66,7 @@ def test_order_of_passes(
     spec: CanvasSpec, is_async: bool, own_attention: bool, order: PassOrder
 ) -> None:
     """The order is that which each kind of canvas needs."""
-    assert PassOrder.of(spec, is_async=is_async, own_attention=own_attention) == order
+    assert PassOrder.of(spec.ways[0], is_async=is_async, own_attention=own_attention) == order
 
 
 @pytest.mark.parametrize(
