@@ -1,9 +1,9 @@
 """Refusals of requests: an HTTP 400 that names the field, where a client looks for it, and one line
 in the log.
 
-vLLM checks sampling parameters when a stream's first output is requested. It logs each refusal with
-its stack trace, by which a client could fill a disk, and cuts a stream of ``/v1/responses`` without
-a word.
+vLLM checks sampling parameters when a stream's first output is requested; here they are checked
+before it begins (``endpoints.py``). What is still refused within a stream vLLM logs with its stack
+trace, by which a client could fill a disk, and cuts a stream of ``/v1/responses`` without a word.
 """
 
 from __future__ import annotations
