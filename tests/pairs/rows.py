@@ -136,7 +136,7 @@ class Pairs:
                 is_excluded = self._excluding(one, other)
                 if is_excluded and self._may_stand(path, way, (one, other)):
                     answers = self._both_forms(path, way, [one, other])
-                    names = (*one.fields, *other.fields)
+                    names = (*is_excluded, *one.fields, *other.fields)
                     self._check_refusal(path, way, [one, other], answers, names)
 
     def rows(self, most: int | None = None) -> None:
