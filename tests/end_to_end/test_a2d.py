@@ -33,11 +33,6 @@ def test_completions(name: str, tmp_path: Path) -> None:
     """Requests that are sent at once get the tokens of the publisher's loop, streamed or whole."""
     case = SERVED[name]
     model = case.make()
-    options = [
-        word
-        for option, value in case.options.items()
-        for word in ("--" + option.replace("_", "-"), json.dumps(value))
-    ]
     wanted = [
         Wanted(max_tokens=24 + i, temperature=0.7 * (i % 2), strategy="static", seed=i)
         for i in range(6)
@@ -59,7 +54,7 @@ def test_completions(name: str, tmp_path: Path) -> None:
     folder = model.save(tmp_path / "checkpoint")
     log = tmp_path / "server.log"
     with (
-        start_server(folder, log, "--max-model-len", "192", *options) as server,
+        start_server(folder, log, "--max-model-len", "192", *case.words) as server,
         ThreadPoolExecutor(len(wanted)) as pool,
     ):
         answers = list(pool.map(ask, range(len(wanted))))

@@ -43,12 +43,7 @@ def test_a_sample_of_pairs(server: Server) -> None:
 def _family(name: str, folder: Path, **about: Any) -> tuple[Path, list[str], dict[str, Any]]:
     case = CASES[name]
     model = case.make()
-    options = [
-        word
-        for option, value in case.options.items()
-        for word in ("--" + option.replace("_", "-"), json.dumps(value))
-    ]
-    return model.save(folder / name), options, about
+    return model.save(folder / name), case.words, about
 
 
 SERVERS: dict[str, Any] = {

@@ -311,13 +311,14 @@ class CanvasSlots:
         self._staged.clear()
 
         chosen = [spec.all_settings(row.arguments.settings) for row in rows]
+        known = spec.rule_settings
         for tensor, values in (
             (
                 requested.max_steps,
                 [row.arguments.max_steps or self.way_of(row).max_denoising_steps for row in rows],
             ),
             *(
-                (tensor, [spec.rule_settings[name].number(own[name]) for own in chosen])
+                (tensor, [known[name].number(own[name]) for own in chosen])
                 for name, tensor in requested.settings.items()
             ),
             (requested.read_only, [row.arguments.read_only for row in rows]),

@@ -182,15 +182,15 @@ def _refused_by_way(
             reason = f"needs tokens that are not known yet where one is drawn: {remedy}"
         # What is sent as tools is a long grammar by now.
         yield field, reason, None if field == CONSTRAINT else value
-    refused = dict(spec.refused_arguments(way))
+    refused, known = dict(spec.refused_arguments(way)), spec.rule_settings
     if chooses:
         no_effect = f"has no effect on an answer: {remedy}"
-        steers = {*spec.rule_settings} - {*way.rule.settings}
+        steers = {*known} - {*way.rule.settings}
         steers |= {"preset"} if spec.presets and not way.rule.presets else set()
         refused = dict.fromkeys((*refused, *steers), no_effect)
     for name, value in (params.extra_args or {}).items():
         own = name.removeprefix(PREFIX)
-        is_set = bool(value) or (value is not None and own in spec.rule_settings)
+        is_set = bool(value) or (value is not None and own in known)
         if not is_set or not name.startswith(PREFIX) or own == RULE:
             continue
         if not way.denoises:

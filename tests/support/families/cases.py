@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -191,6 +192,15 @@ class Case:
     filters: tuple[str, ...] = ("top_k", "top_p")
     stepped: tuple[str, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def words(self) -> list[str]:
+        """The options as words of ``vllm serve``."""
+        return [
+            word
+            for option, value in self.options.items()
+            for word in ("--" + option.replace("_", "-"), json.dumps(value))
+        ]
 
 
 def _sdar(asked: Asked, generate: Callable[..., Run] = sdar.generate) -> Run:
