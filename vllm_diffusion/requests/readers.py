@@ -3,23 +3,25 @@ takes too long.
 
 llguidance's own limits do not hold while expressions are joined: a schema of 1 KB may keep it for
 ever, and a thread cannot be given up. So the API process asks a process of its own, whose seconds
-and memory are limited (``RLIMIT_CPU``, ``RLIMIT_AS``), also when nobody waits for it any more.
+and memory are limited (``RLIMIT_CPU``, ``RLIMIT_AS``), and which does not outlive the API process,
+however that ends.
 """
 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
+import fcntl
 import functools
 import math
+import os
 import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -63,7 +65,6 @@ class _Reader:
                 stderr=subprocess.DEVNULL,
             )
         self.is_wanted = True
-        atexit.register(self.end)
 
     @classmethod
     def take(cls) -> _Reader:
@@ -114,7 +115,6 @@ class _Reader:
 
     def end(self) -> None:
         """End the process, whatever it compiles. Safe in any thread, and to call twice."""
-        atexit.unregister(self.end)
         self._process.kill()
         self._process.wait()
 
@@ -207,7 +207,28 @@ def _answer(connection: Connection) -> None:
             if question is None:
                 _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + MOST_SECONDS)
             else:
-                connection.send(compile_problem(*question))
+                with _ending_with_client(connection):
+                    problem = compile_problem(*question)
+                connection.send(problem)
+
+
+@contextlib.contextmanager
+def _ending_with_client(connection: Connection) -> Iterator[None]:
+    """Within the block have the kernel end this process when the other end is closed: Python may
+    not come to notice it there.
+    """
+    descriptor = connection.fileno()
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
+    # SIGIO ends a process that does not handle it.
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_ASYNC)
+    if connection.poll():
+        # No question comes before an answer: it was closed before the line above.
+        raise EOFError
+    try:
+        yield
+    finally:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
 
 
 def _limit(kind: int, most: int) -> None:

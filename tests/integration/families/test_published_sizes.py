@@ -121,8 +121,8 @@ def test_published_width(sized: Sized, tmp_path: Path) -> None:
     gc.collect()
     longest = max(sized.lengths) + 2 * sized.max_tokens
     room = min(-(-longest // 64) * 64, sizes["max_position_embeddings"])
-    options = {"max_model_len": room, "max_num_seqs": 3} | case.options
-    with TracedEngine(folder, **options) as engine:
+    options = {"max_model_len": room, "max_num_seqs": 3, "kv_cache_memory_bytes": 2**30}
+    with TracedEngine(folder, **options | case.options) as engine:
         outputs = engine.outputs(
             [prompt for prompt, _ in requests], [one.sampling_params() for _, one in requests]
         )

@@ -6,9 +6,11 @@ import asyncio
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,6 +103,17 @@ def test_clients_that_leave() -> None:
         assert params._backend == "guidance"
 
     asyncio.run(leave_and_read())
+
+
+def test_reader_without_its_client() -> None:
+    """A reader ends with the process that asks it, before its limit, whatever it compiles."""
+    reader = _Reader.take()
+    assert reader.ask("regex", "a") is None
+    reader._connection.send(("json", json.dumps(joined_patterns(40))))
+    time.sleep(0.5)
+    reader._connection.close()
+    # Zero if it had not begun to compile.
+    assert reader._process.wait(120) in (0, -signal.SIGIO)
 
 
 def test_endless_tool(monkeypatch: pytest.MonkeyPatch) -> None:
