@@ -1,8 +1,7 @@
 """A request's structured output: read once, and written as the engine's back end follows it.
 
-llguidance follows JSON schemas, expressions, choices, Lark grammars and tool calls of Gemma's,
-xgrammar EBNF and other structural tags. Canvases and the autoregressive mode share this, whichever
-endpoint the constraint came by.
+llguidance follows all but EBNF, which xgrammar does. Canvases and the autoregressive mode share
+this, whichever endpoint the constraint came by.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ import re
 from typing import Any
 
 from vllm_diffusion.requests import bounds
-from vllm_diffusion.requests.guidance import GUIDANCE
+from vllm_diffusion.requests.guidance import EBNF, GUIDANCE
 from vllm_diffusion.requests.json_schema import SchemaError, guided_schema, json_text
-from vllm_diffusion.requests.readers import Reading, guidance_problem, read_aside
+from vllm_diffusion.requests.readers import Reading, compiling_problem, read_aside
 from vllm_diffusion.requests.refusals import CONSTRAINT, refuse
-from vllm_diffusion.requests.tags import written_tag
 from vllm_diffusion.requests.tool_calls.tag_grammar import tag_grammar
 
 XGRAMMAR = "xgrammar"
@@ -86,7 +84,7 @@ def _white_space(constraint: Any, config: Any) -> str:
         return ""
     if pattern is None:
         return " ?"
-    if not _WHITE_SPACE.fullmatch(pattern) or guidance_problem("regex", f"(?:{pattern})?"):
+    if not _WHITE_SPACE.fullmatch(pattern) or compiling_problem("regex", f"(?:{pattern})?"):
         refuse(
             CONSTRAINT,
             f"has whitespace_pattern={pattern!r}, which must be an expression of white space alone, such as "
@@ -138,21 +136,10 @@ def _written(kind: str, text: str, white_space: str) -> tuple[str, Any, str]:
     if kind in ("json", "json_object"):
         return "json", guided_schema(text, white_space), GUIDANCE
     if kind == "structural_tag":
-        if (grammar := tag_grammar(text, white_space)) is not None:
-            return "grammar", grammar, GUIDANCE
-        return kind, written_tag(text), XGRAMMAR
-    if kind == "grammar" and not grammar_is_likely_lark(text):
-        _check_ebnf(text)
-        return kind, text, XGRAMMAR
-    if problem := guidance_problem(kind, text):
+        return "grammar", tag_grammar(text, white_space), GUIDANCE
+    is_ebnf = kind == "grammar" and not grammar_is_likely_lark(text)
+    if problem := compiling_problem(EBNF if is_ebnf else kind, text):
         raise SchemaError(f"{kind} is not followed: {problem}")
+    if is_ebnf:
+        return kind, text, XGRAMMAR
     return kind, json.loads(text) if kind == "choice" else text, GUIDANCE
-
-
-def _check_ebnf(text: str) -> None:
-    from xgrammar import Grammar
-
-    try:
-        Grammar.from_ebnf(text)
-    except RuntimeError as error:
-        raise SchemaError(f"grammar is not followed: {error}") from None

@@ -1,7 +1,7 @@
-"""llguidance, which compiles JSON schemas, expressions, choices and Lark grammars: what it is given
-and refuses.
+"""llguidance, which compiles JSON schemas, expressions, choices and Lark grammars, and xgrammar,
+which compiles EBNF: what they are given and refuse.
 
-Both processes use it: the API process to refuse what it does not follow, in processes that it can
+Both processes use them: the API process to refuse what they do not follow, in processes that it can
 give up (``readers.py``), the engine to follow the rest.
 """
 
@@ -13,6 +13,8 @@ import re
 from typing import Any
 
 GUIDANCE = "guidance"
+# A kind of constraint besides those of llguidance.
+EBNF = "ebnf"
 _MOST_OF_A_REASON = 300
 
 
@@ -40,11 +42,13 @@ def guidance_grammar(kind: str, text: str) -> str:
 
 
 def compile_problem(kind: str, text: str) -> str | None:
-    """Return why llguidance does not follow a constraint, in one line; ``None`` if it does.
+    """Return why a constraint is not followed, in one line; ``None`` if it is.
 
     Besides compiling it, a token is read and taken back, as canvases need it. It takes as long as
     it takes: of what a client sent, ``readers.py`` asks.
     """
+    if kind == EBNF:
+        return _ebnf_problem(text)
     from llguidance import LLMatcher
 
     try:
@@ -60,6 +64,18 @@ def compile_problem(kind: str, text: str) -> str | None:
             matcher.consume_token(first)
             matcher.rollback(1)
     return _one_line(matcher.get_error())
+
+
+def _ebnf_problem(text: str) -> str | None:
+    from xgrammar import Grammar, GrammarCompiler, TokenizerInfo
+
+    # A grammar takes most of its time and memory without a model's vocabulary.
+    vocabulary = TokenizerInfo([bytes([i]) for i in range(256)], stop_token_ids=[0])
+    try:
+        GrammarCompiler(vocabulary, max_threads=1).compile_grammar(Grammar.from_ebnf(text))
+    except RuntimeError as error:
+        return str(error)[:_MOST_OF_A_REASON]
+    return None
 
 
 @functools.cache

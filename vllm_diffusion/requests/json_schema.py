@@ -16,7 +16,7 @@ from decimal import Decimal
 from typing import Any
 
 from vllm_diffusion.requests import bounds
-from vllm_diffusion.requests.readers import GIVEN_UP, guidance_problem
+from vllm_diffusion.requests.readers import GIVEN_UP, compiling_problem
 from vllm_diffusion.requests.string_formats import FORMATS
 
 # Keywords that limit no value by themselves; any other key that is not below is no keyword.
@@ -80,13 +80,13 @@ def guided_schema(schema: Any, white_space: str = _ONE_SPACE) -> str:
     """
     plain = plain_schema(schema)
     for part in parts_of(plain):
-        keyword = next((key for key in part if key in UNFOLLOWED), None) or large_integer(part)
+        keyword = next((key for key in part if key in UNFOLLOWED), None) or _large_integer(part)
         if keyword is not None:
-            raise SchemaError(f"{place_of(plain, part)}/{keyword} is not supported")
+            raise SchemaError(f"{_place_of(plain, part)}/{keyword} is not supported")
     separators = {"item_separator": f",{white_space}", "key_separator": f":{white_space}"}
     plain["x-guidance"] = {"whitespace_flexible": False, **separators}
     text = json.dumps(plain)
-    if problem := guidance_problem("json", text):
+    if problem := compiling_problem("json", text):
         raise SchemaError(f"{_place_of_problem(plain, problem)}: {problem}")
     return text
 
@@ -327,7 +327,7 @@ def _write_format(part: dict[str, Any]) -> None:
     unknown it is an annotation.
     """
     known = FORMATS.get(str(part.pop("format", None)))
-    if known is not None and listed_values(part) is None:
+    if known is not None and _listed_values(part) is None:
         part.setdefault("pattern", f"^(?:{known})$")
 
 
@@ -383,9 +383,9 @@ def _tell_apart(part: dict[str, Any], root: dict[str, Any]) -> None:
     objects = []
     for alternative in part["oneOf"]:
         schema = _target(alternative, root)
-        if (values := listed_values(schema)) is not None:
+        if (values := _listed_values(schema)) is not None:
             texts = {json.dumps(value, sort_keys=True) for value in values}
-            own = {kind for value in values for kind in _TYPES if is_of(value, kind)}
+            own = {kind for value in values for kind in _TYPES if _is_of(value, kind)}
             if texts & listed or own & kinds:
                 return
             listed |= texts
@@ -425,7 +425,7 @@ def _target(schema: Any, root: dict[str, Any]) -> Mapping[str, Any]:
     return schema if isinstance(schema, Mapping) else {}
 
 
-def is_of(value: Any, kind: str) -> bool:
+def _is_of(value: Any, kind: str) -> bool:
     """Return true if a JSON value is of a type."""
     if isinstance(value, bool) or value is None:
         return kind == ("null" if value is None else "boolean")
@@ -435,7 +435,7 @@ def is_of(value: Any, kind: str) -> bool:
     return isinstance(value, kinds.get(kind, ()))
 
 
-def listed_values(schema: Mapping[str, Any]) -> list[Any] | None:
+def _listed_values(schema: Mapping[str, Any]) -> list[Any] | None:
     """Return the values that a schema lists; ``None`` if it lists none."""
     listed = [schema["const"]] if "const" in schema else schema.get("enum")
     return listed if isinstance(listed, list) else None
@@ -446,7 +446,7 @@ def _tags(schema: Mapping[str, Any]) -> dict[str, set[str]]:
     tags = {}
     required = {*schema.get("required", ())}
     for name, inner in schema.get("properties", {}).items():
-        listed = listed_values(inner) if isinstance(inner, Mapping) else None
+        listed = _listed_values(inner) if isinstance(inner, Mapping) else None
         if listed and name in required and all(isinstance(value, str) for value in listed):
             tags[name] = {*listed}
     return tags
@@ -508,16 +508,16 @@ def _step(part: dict[str, Any]) -> int:
     return int(digits.rstrip("0") or 1)
 
 
-def large_integer(part: Mapping[str, Any], most: int = _MOST_LISTED) -> str | None:
-    """Return the keyword of a schema that lists an integer beyond ``most``, however deep; ``None``
-    if none does.
+def _large_integer(part: Mapping[str, Any]) -> str | None:
+    """Return the keyword of a schema that lists an integer with other digits in a double, however
+    deep; ``None`` if none does.
     """
     for key in ("const", "enum"):
         pending = [part.get(key)]
         while pending:
             value = pending.pop()
-            if isinstance(value, int) and abs(value) > most:
-                return f"{key}, with an integer beyond {most},"
+            if isinstance(value, int) and abs(value) > _MOST_LISTED:
+                return f"{key}, with an integer beyond {_MOST_LISTED},"
             if isinstance(value, (list, Mapping)):
                 pending += value.values() if isinstance(value, Mapping) else value
     return None
@@ -531,12 +531,12 @@ def _place_of_problem(plain: dict[str, Any], problem: str) -> str:
     shared = {key: plain[key] for key in ("$defs", "definitions") if key in plain}
     found = plain
     for part in parts:
-        if guidance_problem("json", json.dumps({**shared, **part})) == problem:
+        if compiling_problem("json", json.dumps({**shared, **part})) == problem:
             found = part
-    return place_of(plain, found)
+    return _place_of(plain, found)
 
 
-def place_of(root: Any, part: Any) -> str:
+def _place_of(root: Any, part: Any) -> str:
     """Return the place of a schema within another, as a reference has it."""
     pending = [("#", root)]
     while pending:

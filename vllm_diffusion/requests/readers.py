@@ -1,10 +1,10 @@
-"""Processes in which llguidance compiles what clients send, and which the kernel ends when one
-takes too long.
+"""Processes in which constraints of clients are compiled, and which the kernel ends when one takes
+too long.
 
-llguidance's own limits do not hold while expressions are joined: a schema of 1 KB may keep it for
-ever, and a thread cannot be given up. So the API process asks a process of its own, whose seconds
-and memory are limited (``RLIMIT_CPU``, ``RLIMIT_AS``), and which does not outlive the API process,
-however that ends.
+llguidance's own limits do not hold while expressions are joined, and xgrammar has none: a schema or
+a grammar of 1 KB may keep them for ever, and a thread cannot be given up. So the API process asks a
+process of its own, whose seconds and memory are limited (``RLIMIT_CPU``, ``RLIMIT_AS``), and which
+does not outlive the API process, however that ends.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
-from vllm_diffusion.requests.guidance import compile_problem
+from vllm_diffusion.requests.guidance import EBNF, compile_problem
 from vllm_diffusion.requests.threads import LeavableThreads, deep_thread
 
 # Of a core, for all that a reading compiles. The largest schemas that are accepted take 1 s.
 MOST_SECONDS = 5
 _MOST_BYTES = 4 * 2**30
+_IMPORT_SECONDS = 120
 GIVEN_UP = (
     f"takes more than {MOST_SECONDS} s or {_MOST_BYTES // 2**30} GiB to compile; make it simpler"
 )
@@ -152,11 +153,11 @@ class Reading:
                 self._reader.end()
 
 
-def guidance_problem(kind: str, text: str) -> str | None:
-    """Return why llguidance does not follow a constraint, in one line; ``None`` if it does.
+def compiling_problem(kind: str, text: str) -> str | None:
+    """Return why a constraint is not followed, in one line; ``None`` if it is.
 
     Args:
-        kind: As ``guidance.guidance_grammar`` has it.
+        kind: As ``guidance.guidance_grammar`` has it, or ``guidance.EBNF``.
         text: The constraint.
 
     Returns:
@@ -165,7 +166,7 @@ def guidance_problem(kind: str, text: str) -> str | None:
     reader = getattr(_of_thread, "reader", None)
     if reader is None:
         with Reading():
-            return guidance_problem(kind, text)
+            return compiling_problem(kind, text)
     answer: str | None = reader.ask(kind, text)
     return answer
 
@@ -205,8 +206,10 @@ def _answer(connection: Connection) -> None:
         while True:
             question = connection.recv()
             if question is None:
-                _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + MOST_SECONDS)
+                _limit_seconds(MOST_SECONDS)
             else:
+                if question[0] == EBNF:
+                    _import_xgrammar()
                 with _ending_with_client(connection):
                     problem = compile_problem(*question)
                 connection.send(problem)
@@ -229,6 +232,20 @@ def _ending_with_client(connection: Connection) -> Iterator[None]:
         yield
     finally:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+
+
+@functools.cache
+def _import_xgrammar() -> None:
+    """Import xgrammar, which imports PyTorch, at no cost of the request that comes first."""
+    _limit_seconds(_IMPORT_SECONDS)
+    import xgrammar  # noqa: F401
+
+    _limit_seconds(MOST_SECONDS)
+
+
+def _limit_seconds(most: int) -> None:
+    """Allow so many seconds of a core from now on."""
+    _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + most)
 
 
 def _limit(kind: int, most: int) -> None:

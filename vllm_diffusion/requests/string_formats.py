@@ -2,9 +2,7 @@
 
 Each allows values of its format only, as the JSON Schema Test Suite has them (llguidance's own
 expressions allow 2021-02-29, and leap seconds at any minute). docs/use/requests.md has what they
-leave out. They are expressions of ECMA, Rust and xgrammar at once: no look-around; neither quotes
-nor backslashes in what is written, which xgrammar does not escape in JSON (``regex`` alone needs
-backslashes); and no ``(a*b)?``, of which xgrammar allows ``a``.
+leave out. They are expressions of ECMA and Rust at once: no look-around.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_diffusion.requests.constraint import read_constraint, read_constraint_aside
 from vllm_diffusion.requests.json_schema import SchemaError, guided_schema
-from vllm_diffusion.requests.readers import GIVEN_UP, Reading, _Reader, guidance_problem
+from vllm_diffusion.requests.readers import GIVEN_UP, Reading, _Reader, compiling_problem
 from vllm_diffusion.requests.threads import LeavableThreads
 from vllm_diffusion.requests.tool_calls import leaf_values
 from vllm_diffusion.requests.tool_calls.read_tools import ANY_TOOL, read_tools
@@ -69,16 +69,28 @@ def test_one_limit_for_a_request() -> None:
     """All that a request has compiled has one limit: beyond it nothing more is compiled."""
     endless = json.dumps(joined_patterns(40))
     with Reading(), Reading():
-        assert guidance_problem("regex", "a") is None
-        assert guidance_problem("json", endless) == GIVEN_UP
-        assert guidance_problem("regex", "a") == GIVEN_UP
-    assert guidance_problem("regex", "a") is None
+        assert compiling_problem("regex", "a") is None
+        assert compiling_problem("json", endless) == GIVEN_UP
+        assert compiling_problem("regex", "a") == GIVEN_UP
+    assert compiling_problem("regex", "a") is None
 
 
-def test_endless_constraint_of_another_kind() -> None:
-    """A Lark grammar is given up as a schema is, with an error that names the field."""
-    lark = f"start: %json {json.dumps(joined_patterns(40))}"
-    params = StructuredOutputsParams(grammar=lark)
+EBNF = "root ::= " + "[^a-z]*" * 4000
+TAG = json.dumps({"format": {"type": "json_schema", "json_schema": joined_patterns(40)}})
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"grammar": f"start: %json {json.dumps(joined_patterns(40))}"},
+        {"grammar": EBNF},
+        {"structural_tag": TAG},
+    ],
+    ids=["lark", "ebnf", "tag"],
+)
+def test_endless_constraint_of_another_kind(constraint: dict[str, str]) -> None:
+    """Grammars and tags are given up as schemas are, with an error that names the field."""
+    params = StructuredOutputsParams(**constraint)
     with pytest.raises(VLLMValidationError, match=GIVEN_UP) as refusal:
         read_constraint(params, CONFIG)
     assert refusal.value.parameter == "structured_outputs"
@@ -118,7 +130,7 @@ def test_reader_without_its_client() -> None:
 
 def test_endless_tool(monkeypatch: pytest.MonkeyPatch) -> None:
     """A strict tool whose schema takes too long has that problem; any other takes anything."""
-    monkeypatch.setattr(leaf_values, "guidance_problem", lambda *_: GIVEN_UP)
+    monkeypatch.setattr(leaf_values, "compiling_problem", lambda *_: GIVEN_UP)
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "given up"}}}
     for strict in (True, False):
         tool = SimpleNamespace(name="t", strict=strict, parameters=schema)
@@ -148,12 +160,12 @@ def test_process_that_ends() -> None:
     """A process ends while its threads work and its readers compile."""
     program = (
         "import json, threading, sys\n"
-        "from vllm_diffusion.requests.readers import guidance_problem\n"
+        "from vllm_diffusion.requests.readers import compiling_problem\n"
         "from vllm_diffusion.requests.threads import LeavableThreads\n"
         "threads = LeavableThreads(2, 'test')\n"
         "threads.submit(threading.Event().wait)\n"
-        "assert guidance_problem('regex', 'a') is None\n"
-        "threads.submit(guidance_problem, 'json', sys.argv[1])\n"
+        "assert compiling_problem('regex', 'a') is None\n"
+        "threads.submit(compiling_problem, 'json', sys.argv[1])\n"
     )
     schema = json.dumps(joined_patterns(40))
     subprocess.run([sys.executable, "-c", program, schema], check=True, timeout=120)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -11,7 +11,6 @@ from typing import Any
 
 import jsonschema
 import pytest
-import xgrammar
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
@@ -71,29 +70,7 @@ def in_call(schema: Any) -> Callable[[str], bool]:
     return guidance_of(guidance_grammar("grammar", f"start: T\nT: {terminal}"))
 
 
-@functools.cache
-def compiler() -> Any:
-    tokens = [bytes([i]) if i else b"</s>" for i in range(256)]
-    return xgrammar.GrammarCompiler(
-        xgrammar.TokenizerInfo(tokens, vocab_type=xgrammar.VocabType.RAW, stop_token_ids=[0])
-    )
-
-
-def in_tag(schema: Any) -> Callable[[str], bool]:
-    """Return a function that tells whether a string can be written in a structural tag."""
-    content = {"type": "json_schema", "json_schema": plain_schema(schema)}
-    tag = {"type": "structural_tag", "format": content}
-    grammar = compiler().compile_grammar(xgrammar.Grammar.from_structural_tag(json.dumps(tag)))
-
-    def accepts(value: str) -> bool:
-        machine = xgrammar.GrammarMatcher(grammar, terminate_without_stop_token=True)
-        text = json.dumps(value, ensure_ascii=False)
-        return all(map(machine.accept_token, text.encode())) and machine.is_terminated()
-
-    return accepts
-
-
-BACK_ENDS = {"json": in_json, "call": in_call, "tag": in_tag}
+BACK_ENDS = {"json": in_json, "call": in_call}
 
 
 def test_every_format_has_values():
@@ -101,11 +78,7 @@ def test_every_format_has_values():
     assert FORMATS.keys() == SUITE.keys()
 
 
-# Tags refuse ``regex``.
-@pytest.mark.parametrize(
-    ("name", "back_end"),
-    [(name, kind) for name in FORMATS for kind in BACK_ENDS if (name, kind) != ("regex", "tag")],
-)
+@pytest.mark.parametrize(("name", "back_end"), itertools.product(FORMATS, BACK_ENDS))
 def test_values_of_the_suite(name, back_end):
     """No invalid value of the suite can be written, and all valid ones that are not left out."""
     can_write = BACK_ENDS[back_end]({"type": "string", "format": name})

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from decimal import ROUND_FLOOR, Context, Decimal
 from typing import Any
 
-from vllm_diffusion.requests.readers import guidance_problem
+from vllm_diffusion.requests.readers import compiling_problem
 
 # Python reads no integer beyond 4,300 digits and no number beyond 1e308; both of these are exact as
 # doubles.
@@ -97,7 +97,7 @@ def _checked(rule: str, others: str = "") -> str:
     """Return the body of a rule that llguidance follows and finds a text for, with the lines of
     others.
     """
-    if problem := guidance_problem("grammar", f"start: {rule}{others}"):
+    if problem := compiling_problem("grammar", f"start: {rule}{others}"):
         raise UnwritableError(f"cannot be followed: {problem}")
     return rule
 
