@@ -155,7 +155,10 @@ def test_older_form() -> None:
         (sequence(ANY, text("k")), "text without an end before another part"),
         (kind("star", content=ANY), "text without an end that is repeated"),
         (kind("any_text", max_tokens=3), "max_tokens, which is not supported"),
-        (kind("grammar", grammar='root ::= "a"'), "EBNF cannot be held beside tools or within a structural tag"),
+        (
+            kind("grammar", grammar='root ::= "a"'),
+            "EBNF cannot be held beside tools or within a structural tag",
+        ),
         (kind("json_schema", json_schema={}, style="qwen_xml"), "style='qwen_xml'"),
         (kind("json_schema", json_schema={"not": {}}), "#/not is not supported"),
         (kind("triggered_tags", triggers=["<b"], tags=TAGS), "'<b', that begins no tag"),
