@@ -99,7 +99,7 @@ def install() -> None:
 def _naming_fields(stock_check: Any, self: Any) -> None:
     """Check each parameter by itself, as vLLM does, and note filters that it erases next."""
     from vllm.exceptions import VLLMValidationError
-    from vllm.sampling_params import SamplingParams
+    from vllm.sampling_params import SamplingParams, SamplingType
 
     try:
         stock_check(self)
@@ -112,6 +112,9 @@ def _naming_fields(stock_check: Any, self: Any) -> None:
             raise
         value = getattr(self, field)
         raise VLLMValidationError(message, parameter=field, value=value) from None
+    if self.n > 1 and self.sampling_type == SamplingType.GREEDY:
+        # vLLM refuses it next, and names no field.
+        refuse("n", f"must be 1 at temperature 0, where all answers are equal; got {self.n}.", self.n)
     note_filters(self)
 
 
