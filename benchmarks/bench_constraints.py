@@ -3,7 +3,7 @@
     python benchmarks/bench_constraints.py
 
 Held-out prompts of the shipped checkpoint: JSON records, which it writes by itself, and sums, whose
-answers are no records, so that every token is the schema's doing.
+answers are not records, so that every token is the schema's doing.
 """
 
 from __future__ import annotations

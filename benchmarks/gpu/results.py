@@ -77,7 +77,7 @@ def read(folder: Path) -> Found:
     until then.
 
     Raises:
-        ValueError: If a file is no result.
+        ValueError: If a file is not a result.
     """
     found = {}
     for path in sorted(path for path in folder.iterdir() if path.suffix == ".json"):
@@ -87,7 +87,7 @@ def read(folder: Path) -> Found:
             rows = data["rows"] or records.read(path.with_suffix(".jsonl"))
             result = Result(**(data | {"origin": origin, "rows": rows}))
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is no result of the campaign: {error}") from error
+            raise ValueError(f"{path} is not a result of the campaign: {error}") from error
         found[result.experiment] = result
     return found
 

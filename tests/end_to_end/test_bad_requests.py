@@ -238,7 +238,7 @@ def test_many_objects(path: str, field: str, server: Server) -> None:
     """A body of too many objects is refused by their number, any other by its first bad item."""
     response = server.post(path, {"max_tokens": 4, field: [{}] * 10_000})
     assert response.status_code == 413
-    assert "10002 objects and lists; up to 6400" in response.json()["error"]["message"]
+    assert "10002 objects and lists; the limit is 6400" in response.json()["error"]["message"]
     # The first line is the number of errors.
     few, many = (
         server.post(path, {"max_tokens": 4, field: [{}] * n}).json()["error"]["message"]

@@ -119,7 +119,7 @@ def test_auto_call_in_gemma_format(server: Server) -> None:
 
 
 def test_a_call_that_may_not_be_made(server: Server) -> None:
-    """With ``tool_choice`` none a client gets what the model wrote, which is no call."""
+    """With ``tool_choice`` none a client gets what the model wrote, which is not a call."""
     city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     weather = {"type": "function", "function": {"name": "get_weather", "parameters": city}}
     (choice,) = (

@@ -307,7 +307,7 @@ def test_end_token_explained(stub: Stub, new_page: Callable[..., Page]) -> None:
     )
     end = page.locator(".canvas .cell.end:visible")
     expect(end).to_have_text("<eos>")
-    assert end.get_attribute("aria-label").endswith("it ends the answer, and is no part of it")
+    assert end.get_attribute("aria-label").endswith("it ends the answer, and is not part of it")
     # As wide as two, which hold a name like <|im_end|>.
     end.locator("span").evaluate("node => { node.textContent = '<|im_end|>'; }")
     assert end.locator("span").evaluate("node => node.scrollWidth <= node.clientWidth")

@@ -86,7 +86,7 @@ ENGINES = {row.values["architecture"]: row for row in reversed(expected()) if "f
 @pytest.mark.parametrize("row", ENGINES.values(), ids=name_of)
 def test_two_layers_answer(row: Expected, tmp_path: Path) -> None:
     """An engine of two layers of published width, with dummy weights in the published dtype,
-    answers with tokens that are no masks.
+    answers with tokens that are not masks.
     """
     from vllm import SamplingParams
 

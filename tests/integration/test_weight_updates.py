@@ -164,7 +164,7 @@ def test_bad_folders(sdar: TracedEngine, tmp_path: Path) -> None:
     damaged.write_bytes(damaged.read_bytes()[:-100])
     with pytest.raises(ValueError, match=rf"{damaged} is truncated.*Nothing was loaded"):
         reload(sdar, damaged.parent)
-    with pytest.raises(ValueError, match="missing is no folder.*Nothing was loaded"):
+    with pytest.raises(ValueError, match="missing is not a folder.*Nothing was loaded"):
         reload(sdar, tmp_path / "missing")
     assert rest(sdar.llm) == expected
     # An error that is found on the way leaves no layer without tensors.

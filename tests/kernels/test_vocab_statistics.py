@@ -52,7 +52,7 @@ def stream(logits, draws, tile, impl, softcap=None, embedding=None, adjustments=
 
 
 def scaled(logits, draws, softcap, impl):
-    """Divide as each implementation does, in float32, so that its rounding is no error.
+    """Divide as each implementation does, in float32, so that its rounding is not an error.
 
     The kernel multiplies by an inverse: a division on a GPU is not closer unless it costs much
     more.

@@ -108,7 +108,7 @@ def _length(sent: Mapping[str, Any], choice: Choice, answer: Answer) -> str:
 
 
 def _least(sent: Mapping[str, Any], choice: Choice, answer: Answer) -> str:
-    # A stop string is no token.
+    # A stop string is not a token.
     return _said(len(choice.ids) < 3 and "stop" not in sent, f"{len(choice.ids)} tokens")
 
 

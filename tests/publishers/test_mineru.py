@@ -187,7 +187,7 @@ def test_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for output, text in zip(outputs, expected, strict=True):
         if output.finish_reason == "stop":
             assert tokenizer.decode(output.token_ids[-1:]) in runner.STOP_STRINGS
-        # vLLM's text is made token by token, which differs where bytes are no characters.
+        # vLLM's text is made token by token, which differs where bytes are not characters.
         answer = tokenizer.decode(output.token_ids)
         for end in runner.STOP_STRINGS:
             answer = answer.partition(end)[0]

@@ -44,7 +44,7 @@ VLLMS_OWN = (
     VllmsOwn(
         r"\\ud800",
         '"message": ?""',
-        "text that is no Unicode cannot be sent to the engine's process",
+        "text that is not Unicode cannot be sent to the engine's process",
     ),
     VllmsOwn(
         '"truncate_prompt_tokens"',

@@ -182,7 +182,7 @@ def test_canvas_of_a_way(served: Served, talk: Talk, monkeypatch: pytest.MonkeyP
         ("/schema " + '{"a":' * 20_000, "/schema: it must be a JSON schema, or a file that holds"),
         ("/image nowhere.png", "/image: nowhere.png cannot be read"),
         ("/image notes.txt", "/image needs the file or the address of an image; got notes.txt."),
-        ("/nonsense", "/nonsense is no command"),
+        ("/nonsense", "/nonsense is not a command"),
     ],
     ids=lambda text: text[:20],
 )

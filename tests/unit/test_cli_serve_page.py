@@ -77,7 +77,7 @@ def test_plugins() -> None:
         (1000, {"DISPLAY": ":0"}, True, None),
         (0, {"DISPLAY": ":0"}, True, "this is root"),
         (1000, {"DISPLAY": ":0", "SSH_CONNECTION": "a b"}, True, "this is a session over ssh"),
-        (1000, {"DISPLAY": ":0"}, False, "this is no terminal"),
+        (1000, {"DISPLAY": ":0"}, False, "this is not a terminal"),
         (1000, {}, True, "there is no display"),
     ],
 )

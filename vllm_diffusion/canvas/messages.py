@@ -23,7 +23,7 @@ from vllm_diffusion.canvas.step import StepOutput
 class CanvasConstraint:
     """The constraint of one request's canvas in one pass.
 
-    Positions are counted from the first that is no known token.
+    Positions are counted from the first that is not a known token.
 
     Attributes:
         pinned: Tokens of the leading positions.

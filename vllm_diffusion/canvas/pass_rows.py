@@ -112,7 +112,7 @@ class BatchRequests(NamedTuple):
         slots: [num_reqs], int64.
         starts: [num_reqs + 1], int64: the first row of each request among those sampled, and after
             the last one the number of rows.
-        seeding: [num_reqs], bool: requests of which one row is sampled that is no canvas's.
+        seeding: [num_reqs], bool: requests of which one row is sampled that is not a canvas's.
     """
 
     slots: np.ndarray

@@ -81,7 +81,7 @@ def expected(progress: Progress, texts: Tensor, width: int) -> Tensor:
     Args:
         progress: Of the answers.
         texts: See :func:`padded`.
-        width: Positions of a canvas, from the first that is no known token.
+        width: Positions of a canvas, from the first that is not a known token.
     """
     at = LONGEST_RUN + progress.place[:, None] + torch.arange(width, device=texts.device)
     tokens = texts.gather(-1, at.clamp(max=texts.shape[1] - 1))
@@ -97,7 +97,7 @@ def kept(
     Args:
         progress: Of the answers, before the canvases.
         texts: See :func:`padded`.
-        tokens: [n, C], integer, of the canvases, from the first that is no known token.
+        tokens: [n, C], integer, of the canvases, from the first that is not a known token.
         num_emitted: [n], how many of them were emitted.
     """
     started_from = expected(progress, texts, tokens.shape[1])

@@ -61,7 +61,7 @@ class StepOutput(NamedTuple):
     """Outcome of a pass by slot, for the engine and for clients that watch.
 
     Attributes:
-        tokens: [R, C], int64: what a canvas would emit, from its first position that is no known
+        tokens: [R, C], int64: what a canvas would emit, from its first position that is not a known
             token on.
         num_emitted: [R], int32, how many of them are emitted now; 0 for most.
         num_finished: [R], int32, canvas rows whose keys and values are final with this pass.

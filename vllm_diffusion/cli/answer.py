@@ -251,10 +251,10 @@ class LiveDisplay:
             return Text(self._answer.text)
         # Tokens of a canvas may be here before its last frames where many come at once.
         drawing = Text(self._answer.text[: frame.offset])
-        # A thought comes before the text; it is no part of the answer.
+        # A thought comes before the text; it is not part of the answer.
         rest = (getattr(frame, "reasoning", None) or "") + frame.text
         for token, is_kept in zip(frame.tokens, frame.kept, strict=True):
-            # Special tokens, what an end throws away and parts of characters are no text by
+            # Special tokens, what an end throws away and parts of characters are not text by
             # themselves.
             if token and rest.startswith(token):
                 drawing.append(printable(token), style="" if is_kept else "dim")

@@ -234,7 +234,7 @@ class Conversation:
         if name == "image":
             return self._add_image(value)
         if name not in _READERS:
-            return f"/{printable(name)} is no command; /help lists them."
+            return f"/{printable(name)} is not a command; /help lists them."
         try:
             read = None if value in ("", "off") else _READERS[name](value)
             changed = replace(self.settings, **{name: read})

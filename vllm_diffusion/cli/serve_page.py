@@ -194,7 +194,7 @@ def check_free(host: str, port: int) -> None:
     """Look whether a server can listen at an address.
 
     Raises:
-        UsageError: If it is no address of this machine, or another program has it.
+        UsageError: If it is not an address of this machine, or another program has it.
     """
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -224,7 +224,7 @@ def browser_problem(environment: Mapping[str, str]) -> str | None:
     if any(name.startswith("SSH_") for name in environment):
         return "this is a session over ssh"
     if not sys.stderr.isatty():
-        return "this is no terminal"
+        return "this is not a terminal"
     if not any(environment.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")):
         # Python would open one that draws in this terminal.
         return "there is no display"

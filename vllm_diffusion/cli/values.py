@@ -1,8 +1,7 @@
 """Readers of what a user types, each the ``type`` of an option of ``argparse``.
 
-Refused here is what would otherwise end in a stack trace, or after minutes of work: what
-``argparse``, vLLM or a library answers with a clear line of its own goes on to it.
-:class:`UsageError` is the same for what no single option shows.
+They refuse values that would fail late, or with a stack trace; the rest is left to ``argparse`` and
+vLLM. :class:`UsageError` is for problems that involve more than one option.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class DiffusionCpuWorker(FiniteWeights, CPUWorker):
         On level 1 vLLM moves weights to the memory of the CPU, where these are.
 
         Raises:
-            ValueError: If a name that is to be preserved is no parameter's.
+            ValueError: If a name that is to be preserved is not a parameter's.
         """
         parameters = self._discardable() if level == 2 else []
         self._discard("the KV cache", self.model_runner.kv_caches)

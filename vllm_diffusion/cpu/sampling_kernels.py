@@ -228,7 +228,7 @@ def topk_log_softmax(
     with np.errstate(all="ignore"):
         for rows, some in _some_rows(logits, vocab_size):
             values = some.float().numpy()
-            # A NaN is no maximum.
+            # A NaN is not a maximum.
             maxima = np.fmax.reduce(values, axis=1, keepdims=True)
             sums = np.zeros(len(values), np.float32)
             exponentials = np.exp(values - maxima)

@@ -35,7 +35,7 @@ _NESTED: dict[str, tuple[Any, str]] = {
     "causal": _FLAG,
     "sample_from_anchor": (
         Literal[False],
-        "false: a draft that predicts at its anchor is no DFlash",
+        "false: a draft that predicts at its anchor is not DFlash",
     ),
     "swa_window_size": _COUNT,
     "use_aux_hidden_state": _TOP["use_aux_hidden_state"],

@@ -336,7 +336,7 @@ def load_draft(folder: str | Path) -> ReferenceDraft:
     """Load a draft in z-lab's layout, for inference in float32.
 
     Raises:
-        ValueError: If it is no folder of files, or its tensors are not those of its configuration.
+        ValueError: If it is not a folder of files, or its tensors do not fit its configuration.
     """
     folder = Path(folder)
     if problem := why_not_folder(folder):

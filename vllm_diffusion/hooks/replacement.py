@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _MARK = "_stands_in_for_vllm"
-# By target, what was put there, and what was there before. Values that are no functions have no
+# By target, what was put there, and what was there before. Values that are not functions have no
 # room for the mark.
 _placed: dict[str, Any] = {}
 _stock: dict[str, Any] = {}

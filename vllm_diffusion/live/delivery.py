@@ -62,7 +62,7 @@ class ReportedAnswer:
             self.trace.append(report.trace)
 
     def finish(self, num_tokens: int) -> None:
-        """Compute the metrics, and forget the steps of tokens that are no part of the answer.
+        """Compute the metrics, and forget the steps of tokens that are not part of the answer.
 
         Args:
             num_tokens: Tokens of the answer.

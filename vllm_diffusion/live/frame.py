@@ -279,7 +279,7 @@ class ParsedAnswers:
         try:
             delta = answer.step(*chunk).delta
         except Exception:
-            # Parsers are many, and of others. An unfinished canvas is no text that one was made
+            # Parsers are many, and of others. An unfinished canvas is not text that one was made
             # for, and what one makes of the answer is vLLM's to report.
             logger.debug("A parser failed on a canvas.", exc_info=True)
             return {}

@@ -247,7 +247,7 @@ def parse_arguments(
             refuse(name, _NOT_SERVED[published])
         own = _PUBLISHED_NAMES.get(published)
         if name not in names and own in (*names, "max_tokens"):
-            refuse(name, f"is {own} here.")
+            refuse(name, f"is called {own} here; send it by that name.")
         if name == PREFIX + RULE and name not in names:
             refuse(
                 name,
@@ -255,7 +255,7 @@ def parse_arguments(
                 'model that has several with "rules", which lists them.',
             )
         if name.startswith(PREFIX) and name not in names and published not in _NOT_SERVED:
-            refuse(name, f"is not known; known are {', '.join(names)}.")
+            refuse(name, f"is unknown; this server knows {', '.join(names)}.")
 
     chosen = _value(args, PREFIX + RULE, spec.way_names) if spec.way_names else None
     way = next((each for each in spec.ways if each.name == chosen), spec.ways[spec.default_way])
@@ -275,7 +275,10 @@ def parse_arguments(
     seed_canvas = _id_list(args, "diffusion_seed_canvas", vocab_size)
     sent = args.get("diffusion_pinned")
     if isinstance(sent, (list, tuple)) and len(sent) > expected:
-        refuse("diffusion_pinned", f"may hold {expected} positions of the canvas; got {len(sent)}.")
+        refuse(
+            "diffusion_pinned",
+            f"may hold at most {expected} positions of the canvas; got {len(sent)}.",
+        )
     pinned = _id_list(args, "diffusion_pinned", expected)
     if pinned and seed_canvas is None:
         refuse("diffusion_pinned", "needs diffusion_seed_canvas, whose tokens it holds in place.")
@@ -357,14 +360,13 @@ def check_room(num_given: int, max_tokens: int, most: int) -> None:
     Args:
         num_given: Tokens of the prompt in the answer's canvas.
         max_tokens: Tokens of the answer.
-        most: Tokens that this model has in sight at once.
+        most: Tokens of a canvas, or of the model's length where that is its canvas.
     """
     if num_given + max_tokens >= most:
         refuse(
             "suffix",
-            f"has no room: max_tokens is {max_tokens}, and with {num_given} tokens of the prompt and at least one of the "
-            f"suffix it may be at most {most}, which this model has in sight at once. Lower max_tokens to the length "
-            "of what is missing.",
+            f"has no room: max_tokens={max_tokens}, {num_given} tokens of the prompt and at least one of the suffix must "
+            f"fit into {most} tokens, which this model writes at once. Lower max_tokens to about the length of the gap.",
         )
 
 

@@ -83,8 +83,8 @@ class BodyReader:
         except TimeoutError:
             raise BodyError(
                 HTTPStatus.REQUEST_TIMEOUT,
-                f"The body has not come: {_LONGEST_PAUSE:.0f} s may pass without a byte, and {_LONGEST:.0f} s until its "
-                "end. Send it again.",
+                f"The body did not arrive in time: at most {_LONGEST_PAUSE:.0f} s may pass without a byte, and "
+                f"{_LONGEST:.0f} s in all. Send it again.",
             ) from None
 
     def _check_room(self, length: int) -> None:
@@ -92,8 +92,8 @@ class BodyReader:
         if self._num_kept > most and length > _ALWAYS_KEPT:
             raise BodyError(
                 HTTPStatus.SERVICE_UNAVAILABLE,
-                f"The server is reading other bodies, of which it keeps {most} bytes at once. Send this one again later, "
-                "or fewer at a time.",
+                f"The server is busy reading other bodies, of which it holds at most {most} bytes at once. Send this one "
+                "again later, or fewer at a time.",
             )
 
 

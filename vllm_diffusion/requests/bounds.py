@@ -32,6 +32,8 @@ Problem = tuple[str, str, Any]
 _MOST_ENTRIES = {"allowed_token_ids": 1024, "logit_bias": 1024, "stop_token_ids": 127}
 # Characters of a stop string or a bad word: 5 million take the tokenizer 20 s.
 MOST_OF_A_WORD = 10_000
+# Of all of them: each answer of a request takes its own copy, in tokens, to the engine.
+MOST_OF_WORDS = 32_000
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 UINT64_MAX = 2**64 - 1
 
@@ -108,13 +110,13 @@ def problems(params: Any) -> Iterator[Problem]:
                 None,
             )
     for field in ("stop", "bad_words"):
-        longest = max(map(len, getattr(params, field) or ()), default=0)
-        if longest > MOST_OF_A_WORD:
-            yield (
-                field,
-                f"may hold texts of up to {MOST_OF_A_WORD} characters; got {longest}.",
-                None,
-            )
+        lengths = [len(text) for text in getattr(params, field) or ()]
+        for length, most, what in (
+            (max(lengths, default=0), MOST_OF_A_WORD, "a text"),
+            (sum(lengths), MOST_OF_WORDS, "all texts together"),
+        ):
+            if length > most:
+                yield field, f"may have {most} characters in {what}; got {length}.", None
     yield from text_problems(params)
     yield from sampling_problems(params)
 

@@ -112,15 +112,19 @@ def _text(kind: str, value: Any) -> str:
             or not value
             or not all(isinstance(text, str) for text in value)
         ):
-            raise SchemaError("choice must be a list of strings, and hold one")
+            raise SchemaError("choice must be a list of at least one string")
         if len(value) > bounds.MOST_CHOICES:
-            raise SchemaError(f"choice may have {bounds.MOST_CHOICES} entries; got {len(value)}")
+            raise SchemaError(
+                f"choice may have at most {bounds.MOST_CHOICES} entries; got {len(value)}"
+            )
     if not isinstance(value, str) and (kind == "json" or isinstance(value, (dict, list, bool))):
         value = json_text(value)
     if not isinstance(value, str) or (kind != "regex" and not value.strip()):
         raise SchemaError(f"{kind} must be a text, and not empty")
     if len(value) > bounds.MOST_CONSTRAINT:
-        raise SchemaError(f"{kind} may have {bounds.MOST_CONSTRAINT} characters; got {len(value)}")
+        raise SchemaError(
+            f"{kind} may have at most {bounds.MOST_CONSTRAINT} characters; got {len(value)}"
+        )
     return value
 
 

@@ -179,7 +179,7 @@ def _refused_by_way(
         if value in (None, [], _NEUTRAL.get(field)):
             continue
         if chooses:
-            reason = f"needs tokens that are not known yet where one is drawn: {remedy}"
+            reason = f"is not supported in this way of decoding, which draws several tokens at once: {remedy}"
         # What is sent as tools is a long grammar by now.
         yield field, reason, None if field == CONSTRAINT else value
     refused, known = dict(spec.refused_arguments(way)), spec.rule_settings
@@ -226,7 +226,7 @@ def _unfit_values(params: Any, arguments: RequestArguments, spec: CanvasSpec) ->
         # Its settings contradict one another, or the server's for those that are left out.
         names, reason = problem
         name = next(name for name in names if name in arguments.settings)
-        yield PREFIX + name, f"does not go with the rest: {reason}.", None
+        yield PREFIX + name, f"contradicts its other settings: {reason}.", None
     if boosts_end(arguments, spec) and not 0 < len(arguments.thought_end) <= MOST_THOUGHT_END:
         reason = f"needs a tokenizer in which {THOUGHT_END} is 1 to {MOST_THOUGHT_END} tokens; leave it out."
         yield BOOST, reason, None

@@ -33,7 +33,7 @@ def note_filters(params: Any) -> None:
 def noted_filters(params: Any) -> tuple[int, float]:
     """Return ``top_k`` and ``top_p`` as the request has them at temperature 0; 0 and 1 for none.
 
-    What a client sends under the name of the note is no filter unless it is of the note's form.
+    What a client sends under the name of the note is not a filter unless it is of the note's form.
 
     Args:
         params: ``SamplingParams`` of a request.

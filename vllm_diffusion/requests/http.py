@@ -109,7 +109,7 @@ def _with_known_effort(values: dict[str, Any], key: str, field: str) -> dict[str
 @replaces_call(
     "vllm.entrypoints.launchers.app:init_exception_handler",
     reason="Bodies are bounded before they are read and by their first errors, each refusal leaves a line in the log, "
-    "a 500 has a message, and structured_outputs that is no mapping is a 400: the protocol's check makes it a 500.",
+    "a 500 has a message, and structured_outputs that is not a mapping is a 400: the protocol's check makes it a 500.",
     until="vLLM reads VLLM_HTTP_MAX_REQUEST_BODY_SIZE and logs what it refuses.",
 )
 def _with_door(stock: Any, app: Any) -> None:
@@ -282,7 +282,7 @@ class BoundedBodies:
             if number > most:
                 raise BodyError(
                     HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                    f"The body has {number} {what}; up to {most} are taken. Send less at once.",
+                    f"The body has {number} {what}; the limit is {most}. Send less at once.",
                     is_whole=True,
                 )
 
@@ -351,7 +351,7 @@ def _check_length(length: int, most: int, what: str = "", *, is_whole: bool = Fa
     if length > most:
         raise BodyError(
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-            f"The body has {length} bytes{what}; up to {most} are taken. Send less at once, or start the server with a "
+            f"The body has {length} bytes{what}; the limit is {most}. Send less at once, or start the server with a "
             "larger VLLM_HTTP_MAX_REQUEST_BODY_SIZE.",
             is_whole=is_whole,
         )
@@ -500,8 +500,8 @@ def check_characters(text: str, most: int) -> None:
     if len(text) > most:
         refuse(
             "prompt",
-            f"has {len(text)} characters, with all messages and tools; the longest that fits this model's context has "
-            f"{most}. Send less.",
+            f"has {len(text)} characters with all messages and tools; at most {most} fit into this model's context. Send "
+            "less.",
         )
 
 
@@ -525,15 +525,15 @@ def _check_lengths(request: Any, model_config: Any) -> None:
             ),
         )
         if longest > most and getattr(request, "truncate_prompt_tokens", None) is None:
-            refuse("prompt", f"has {longest} tokens; this model takes {most}. Send fewer.")
+            refuse("prompt", f"has {longest} tokens; this model takes at most {most}. Send fewer.")
     if isinstance(chats, list) and chats and isinstance(chats[0], list):
         num_prompts = len(chats)
     num_answers = num_prompts * (getattr(request, "n", None) or 1)
     if num_prompts > 1 and num_answers > bounds.MOST_ANSWERS:
         refuse(
             "n",
-            f"asks for {num_answers} answers to {num_prompts} prompts; one body may ask for {bounds.MOST_ANSWERS}. Send "
-            "several.",
+            f"times the number of prompts, {num_prompts}, is {num_answers}; the limit of a request is "
+            f"{bounds.MOST_ANSWERS}. Split the request.",
         )
     # As many as one prompt may ask for: requests are served in their order, and all others wait.
     longest, fields = model_config.max_model_len, vars(request)
@@ -543,8 +543,8 @@ def _check_lengths(request: Any, model_config: Any) -> None:
     if num_prompts > 1 and num_tokens > most_tokens:
         refuse(
             "max_tokens",
-            f"asks for {num_tokens} tokens in {num_answers} answers to {num_prompts} prompts; one body may ask for "
-            f"{most_tokens}. Send several.",
+            f"times the number of answers, {num_answers}, is {num_tokens}; the limit of a request with several prompts is "
+            f"{most_tokens}. Split the request.",
         )
 
 

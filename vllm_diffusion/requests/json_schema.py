@@ -19,7 +19,7 @@ from vllm_diffusion.requests import bounds
 from vllm_diffusion.requests.readers import GIVEN_UP, compiling_problem
 from vllm_diffusion.requests.string_formats import FORMATS
 
-# Keywords that limit no value by themselves; any other key that is not below is no keyword.
+# Keywords that limit no value by themselves; any other key that is not below is not a keyword.
 NOTES = frozenset(
     ["$schema", "$id", "id", "$anchor", "$defs", "definitions", "$comment", "$vocabulary"]
 )

@@ -114,7 +114,9 @@ def _naming_fields(stock_check: Any, self: Any) -> None:
         raise VLLMValidationError(message, parameter=field, value=value) from None
     if self.n > 1 and self.sampling_type == SamplingType.GREEDY:
         # vLLM refuses it next, and names no field.
-        refuse("n", f"must be 1 at temperature 0, where all answers are equal; got {self.n}.", self.n)
+        refuse(
+            "n", f"must be 1 at temperature 0, where all answers are equal; got {self.n}.", self.n
+        )
     note_filters(self)
 
 
@@ -139,7 +141,7 @@ class OneLineRefusals(logging.Filter):
         self._num_left_out = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Pass what is no refusal as it is; shorten or drop a refusal."""
+        """Pass what is not a refusal as it is; shorten or drop a refusal."""
         from vllm.exceptions import VLLMClientError
 
         error = record.exc_info[1] if record.exc_info else None

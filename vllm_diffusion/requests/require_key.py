@@ -1,5 +1,5 @@
-"""A server's key for what vLLM answers without it: adapters always, everything for those who want
-it.
+"""Requires the API key on paths that vLLM leaves open: always for adapters, on all paths with
+:class:`RequireKey`.
 
 vLLM's ``--api-key`` guards ``/v1`` and three other prefixes. ``docs/operate/security.md`` lists
 what is outside.

@@ -146,7 +146,7 @@ class BlockDiffusionModelState(ModelState):
             torch.accelerator.empty_cache()
             with graph_capture(device=self.device):
                 self.capture_graphs(cuda_capture(), most)
-            # What the calls before each capture allocated is no part of a graph.
+            # What the calls before each capture allocated is not part of a graph.
             torch.accelerator.empty_cache()
         except RuntimeError as error:
             raise RuntimeError(

@@ -103,7 +103,7 @@ class PassSettings:
             slots: The canvases.
             pass_rows: The rows of the pass; the seeds of requests are written to its ``of_slots``.
             adjustments: Adjustments of logits by slot.
-            self_conditions: A step needs more of the one before it than tokens.
+            self_conditions: True if steps read the soft embeddings of the step before.
         """
         R, device = slots.num_slots, slots.device
         self.states = stock_sampler.sampling_states

@@ -166,7 +166,7 @@ class CanvasReports(SchedulerFeature):
         if state.passes and (output.new_token_ids or is_finished):
             # Not only at the end, since the engine does not learn of a stop string.
             report = report or RequestReport()
-            # The pass that encodes the last canvas for the next turn is no part of the answer.
+            # The pass that encodes the last canvas for the next turn is not part of the answer.
             report.passes, state.passes = state.passes, None if is_finished else []
         if report is not None:
             # After an end token nothing is part of the answer.

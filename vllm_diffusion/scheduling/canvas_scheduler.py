@@ -272,8 +272,8 @@ class CanvasScheduling(Scheduler):
             canvas = scheduler_output.scheduled_spec_decode_tokens.get(request_id) or ()
             index = model_runner_output.req_id_to_index[request_id]
             num_emitted = len(emitted[index]) if emitted else 0
-            # A pass that was in flight when its request was preempted is no step of a canvas; the
-            # tokens that it emits count all the same.
+            # A pass that was in flight when its request was preempted is not a step of a canvas;
+            # the tokens that it emits count all the same.
             is_stale = request.num_stale_output_tokens > 0
             is_lost = is_stale and (num_emitted == 0 or request.drop_stale_output)
             num_denoised = len(canvas)
@@ -438,7 +438,7 @@ class AsyncCanvasScheduler(CanvasScheduling, DiffusionAsyncScheduler):
 def canvas_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Scheduler:
     """Make the scheduler of a diffusion model for the order that vLLM has decided on.
 
-    Of the autoregressive mode it is vLLM's, with grammars of ours.
+    In autoregressive mode it is vLLM's scheduler with our grammars.
     """
     is_async = vllm_config.scheduler_config.async_scheduling
     end_with_threads()

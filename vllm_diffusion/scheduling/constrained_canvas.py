@@ -133,7 +133,7 @@ class ConstrainedCanvas:
             request: The engine's request.
             manager: The scheduler's ``EngineGrammars``, which own the compiled grammar.
             held: Positions of the first canvas whose token the request brings and no step changes,
-                counted from the first that is no known token, to the position that the request
+                counted from the first that is not a known token, to the position that the request
                 named.
         """
         assert request.sampling_params is not None

@@ -65,7 +65,7 @@ class EngineGrammars(StructuredOutputManager):
                 manager.backend = Guidance(self.vllm_config, self.tokenizer, vocab_size)
                 manager.backend_name = name
         StructuredOutputManager.grammar_init(manager, request)
-        # Of this one vLLM takes masks, which are as wide for all.
+        # vLLM allocates masks from this one; those of all back ends are as wide.
         self.backend = self.backend or manager.backend
 
     def back_end_of(self, request: Request) -> Any:

@@ -135,7 +135,7 @@ def _check_names(of_rule: Mapping[str, Any], preset: str | None, rule: DecodingR
     for name in of_rule:
         if name not in rule.settings:
             known = ", ".join((*SETTINGS, *rule.settings))
-            raise ValueError(f"{OPTION}: {name} is not known; known are {known}.")
+            raise ValueError(f"{OPTION}: {name} is unknown; this server knows {known}.")
     if preset is not None and preset not in rule.presets:
         names = " or ".join(f'"{choice}"' for choice in rule.presets)
         remedy = f"set it to {names}" if names else "this model has none, so leave it out"

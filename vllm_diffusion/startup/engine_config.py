@@ -37,7 +37,6 @@ from vllm_diffusion.startup.machine import (
     is_vllm_cpu_build,
 )
 from vllm_diffusion.startup.mask_token import warn_of_another_mask
-from vllm_diffusion.startup.measured_backends import choose_backends
 from vllm_diffusion.startup.options import check_options, choose_worker
 from vllm_diffusion.startup.pass_limits import (
     choose_encoder_room,
@@ -375,12 +374,11 @@ class BlockDiffusionEngineConfig:
         if not current_platform.is_cpu():
             parallel.worker_cls = choose_worker(parallel.worker_cls, WORKER)
         if spec.layout.has_one_length:
-            # A pass of whole sequences is no number of canvases: vLLM's own sizes are as good.
+            # A pass of whole sequences is not a number of canvases: vLLM's own sizes are as good.
             compilation = vllm_config.compilation_config
             compilation.cudagraph_capture_sizes = choose_capture_sizes(
                 compilation, scheduler, length
             )
-        choose_backends(vllm_config)
         limit_pictures()
         if (most := limit_answers()) is not None:
             logger.info(
@@ -610,7 +608,7 @@ def _check_spec(spec: CanvasSpec, model_config: ModelConfig, backend: str, own: 
     length, max_model_len = spec.layout.alignment, model_config.max_model_len
     if max_model_len % length:
         raise ValueError(
-            f"max_model_len={max_model_len} is no whole number of this model's blocks of {length}; "
+            f"max_model_len={max_model_len} is not a whole number of this model's blocks of {length}; "
             f"set --max-model-len to {max_model_len // length * length}."
         )
     if spec.layout.has_spans:
@@ -644,7 +642,7 @@ def _set_block_size(cache_config: CacheConfig, alignment: int) -> None:
     """Make blocks of the cache whole blocks of the model, where canvases are blocks."""
     if cache_config.user_specified_block_size and cache_config.block_size % _KERNEL_BLOCK:
         raise ValueError(
-            f"--block-size {cache_config.block_size} is no multiple of {_KERNEL_BLOCK}, by which attention reads "
+            f"--block-size {cache_config.block_size} is not a multiple of {_KERNEL_BLOCK}, by which attention reads "
             "the cache; leave it out, or set such a multiple."
         )
     if alignment == 1:
@@ -657,6 +655,6 @@ def _set_block_size(cache_config: CacheConfig, alignment: int) -> None:
         # A block of the cache that ends within one of the model's would be found by another prompt,
         # with keys and values that saw what stood after it here.
         raise ValueError(
-            f"--block-size {cache_config.block_size} is no multiple of this model's blocks of "
+            f"--block-size {cache_config.block_size} is not a multiple of this model's blocks of "
             f"{alignment}; leave it unset or set it to {whole}."
         )

@@ -101,7 +101,7 @@ def section_of(additional: object, name: str, option: str) -> Mapping[str, Any]:
         option: How messages call it.
 
     Raises:
-        ValueError: If it is no mapping.
+        ValueError: If it is not a mapping.
     """
     section = additional.get(name, {}) if isinstance(additional, Mapping) else {}
     if not isinstance(section, Mapping):

@@ -95,7 +95,7 @@ def ignored_entries(settings: dict[str, Any]) -> list[str]:
     """Return the list of modules that a quantization config leaves unquantised.
 
     Raises:
-        ValueError: If it is no list of names and patterns.
+        ValueError: If it is not a list of names and patterns.
     """
     inner, where = _modelopt_section(settings)
     name = "ignore" if inner.get("ignore") else "exclude_modules"

@@ -136,7 +136,7 @@ def check_folder(path: str) -> None:
     """
     try:
         if os.path.isabs(path) and not os.path.isdir(path):
-            raise ValueError(f"{path} is no folder that the server can read.")
+            raise ValueError(f"{path} is not a folder that the server can read.")
         check_weight_files(path)
     except ValueError as error:
         raise WeightsRefusedError(f"{error} Nothing was loaded.") from None

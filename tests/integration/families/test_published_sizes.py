@@ -69,8 +69,14 @@ SIZED = [
     ),
     # Its max_sequence_length is 4,096.
     Sized("llada", ("GSAI-ML/LLaDA-8B-Instruct",), (30, 4064), max_tokens=32),
-    # Its original_max_position_embeddings are 16,384, from which queries are scaled.
-    Sized("nemotron", ("nvidia/Nemotron-Labs-Diffusion-3B",), (30, 16370, 16420), max_tokens=8),
+    # From its original_max_position_embeddings on queries are scaled: 16,384, for which the loop
+    # needs more than 20 GB.
+    Sized(
+        "nemotron",
+        ("nvidia/Nemotron-Labs-Diffusion-3B",),
+        (30, 2030, 2070),
+        sizes=(("original_max_position_embeddings", 2048),),
+    ),
     Sized("fast-dllm", ("Efficient-Large-Model/Fast_dLLM_v2_1.5B",), (30, 700), num_layers=None),
     # Its file was not found whole; it is Qwen3-0.6B's body.
     Sized(
@@ -92,6 +98,9 @@ def published_sizes(file: Sequence[str], num_layers: int | None, **sizes: Any) -
     own = {theirs: name for name, theirs in LLaDA.fields.items()}
     found = {own.get(name, name): value for name, value in files_of(*file).config.items()}
     taken = {name: value for name, value in found.items() if name in (*SIZES, "num_hidden_layers")}
+    name = "original_max_position_embeddings"
+    if name in sizes:
+        taken["rope_parameters"] = {**taken["rope_parameters"], name: sizes.pop(name)}
     return taken | sizes | ({} if num_layers is None else {"num_hidden_layers": num_layers})
 
 
@@ -159,7 +168,7 @@ def test_published_width_of_dream(tmp_path: Path) -> None:
         detokenize=False,
         extra_args=arguments,
     )
-    with TracedEngine(folder, max_num_seqs=2) as engine:
+    with TracedEngine(folder, max_num_seqs=2, max_model_len=2048) as engine:
         outputs = engine.outputs(prompts, [params] * 2)
     found = [list(output.outputs[0].token_ids) for output in outputs]
     assert found == [tokens[:num_tokens] for tokens in wanted]

@@ -350,7 +350,7 @@ def _mdlm(asked: Asked, is_shifted: bool = False) -> Run:
     )
 
 
-# A block's length is no part of these checkpoints; as many steps are the default.
+# A block's length is not part of these checkpoints; as many steps are the default.
 _IN_BLOCKS: dict[str, Any] = {
     "additional_config": {"diffusion": {"block_length": 16, "max_denoising_steps": 16}}
 }

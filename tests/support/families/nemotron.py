@@ -82,7 +82,7 @@ def generate(
     """
     if max_new_tokens % block_length:
         raise ValueError(
-            f"max_new_tokens={max_new_tokens} is no multiple of block_length={block_length}"
+            f"max_new_tokens={max_new_tokens} is not a multiple of block_length={block_length}"
         )
     run = Run()
     x = torch.tensor(prompt_ids, dtype=torch.long)

@@ -64,9 +64,11 @@ def generate_block(
             number of blocks, or masks are left.
     """
     if gen_length % block_length:
-        raise ValueError(f"gen_length={gen_length} is no multiple of block_length={block_length}")
+        raise ValueError(
+            f"gen_length={gen_length} is not a multiple of block_length={block_length}"
+        )
     if steps % (gen_length // block_length):
-        raise ValueError(f"steps={steps} is no multiple of {gen_length // block_length} blocks")
+        raise ValueError(f"steps={steps} is not a multiple of {gen_length // block_length} blocks")
     steps_per_block = steps // (gen_length // block_length)
     prompt_length = len(prompt_ids)
     total = prompt_length + gen_length

@@ -123,10 +123,10 @@ def test_parameters_that_are_used_again() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("steps", 32, "steps is diffusion_max_steps here"),
-        ("diffusion_steps", 32, "diffusion_steps is diffusion_max_steps here"),
-        ("gen_length", 128, "gen_length is max_tokens here"),
-        ("remasking", "low_confidence", "remasking is diffusion_strategy here"),
+        ("steps", 32, "steps is called diffusion_max_steps here"),
+        ("diffusion_steps", 32, "diffusion_steps is called diffusion_max_steps here"),
+        ("gen_length", 128, "gen_length is called max_tokens here"),
+        ("remasking", "low_confidence", "remasking is called diffusion_strategy here"),
         ("cfg_scale", 1.5, "cfg_scale is not served: guidance"),
         ("diffusion_cfg_scale", 1.5, "diffusion_cfg_scale is not served: guidance"),
         ("dual_cache", 1, "dual_cache is not served: an approximate cache"),

@@ -81,7 +81,7 @@ def test_unfinished_bodies_are_bounded_together(door: BoundedBodies) -> None:
             await upload.put(b"x" * (MOST - 1000), more=True)
         assert [upload.status for upload in held] == [None] * 4 + [503]
         assert held[4].headers[b"retry-after"] == b"5"
-        assert "keeps 1600000 bytes at once" in json.loads(held[4].body)["error"]["message"]
+        assert "holds at most 1600000 bytes" in json.loads(held[4].body)["error"]["message"]
         # Ordinary requests have their room, and that of a body which has ended is free again.
         small = Upload(door)
         await small.put(b" " * 60_000, more=True)
@@ -121,7 +121,7 @@ def test_a_body_must_end(
 
 
 def test_a_client_that_leaves_is_not_served(door: BoundedBodies) -> None:
-    """What a client sent before it left is no body, and nothing is made of it."""
+    """What a client sent before it left is not a body, and nothing is made of it."""
 
     async def ask() -> None:
         upload = Upload(door)

@@ -15,6 +15,7 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_diffusion.requests.bounds import (
     MOST_OF_A_WORD,
+    MOST_OF_WORDS,
     SAMPLING_PARAMS,
     problems,
     sampling_problems,
@@ -140,6 +141,9 @@ def test_long_words(field: str) -> None:
     assert named == field
     assert str(MOST_OF_A_WORD) in reason
     assert not list(problems(SamplingParams(**{field: words[:1]})))
+    words = [letter * MOST_OF_A_WORD for letter in "abcd"]
+    ((named, reason, _),) = problems(SamplingParams(**{field: words}))
+    assert (named, str(MOST_OF_WORDS) in reason) == (field, True)
 
 
 @given(st.text())

@@ -136,7 +136,7 @@ def test_white_space_that_is_none(pattern: str) -> None:
         ({"json": '{"a":' * 3000 + "1" + "}" * 3000}, "nested too deeply"),
         ({"json": {"properties": {f"p{i}": {} for i in range(1001)}}}, "1001 properties"),
         ({"json_object": False}, "json_object must be true"),
-        ({"choice": []}, "choice must be a list of strings"),
+        ({"choice": []}, "choice must be a list of at least one string"),
         ({"choice": ["a"] * (bounds.MOST_CHOICES + 1)}, f"{bounds.MOST_CHOICES} entries"),
         ({"regex": "[a-z"}, "unclosed character class"),
         ({"regex": "a" * (bounds.MOST_CONSTRAINT + 1)}, f"{bounds.MOST_CONSTRAINT} characters"),

@@ -167,7 +167,7 @@ def test_objects_of_a_body(
     assert read == (b"" if status else body)
     if status:
         said = json.loads(client.sent[1]["body"])["error"]["message"]
-        assert f"objects and lists; up to {LIMIT} are taken" in said
+        assert f"objects and lists; the limit is {LIMIT}" in said
 
 
 MOST_KEYS = bounds.MOST_KEYS
@@ -190,7 +190,7 @@ def test_keys_of_a_body(body: bytes, status: int | None, monkeypatch: pytest.Mon
     assert client.ask(monkeypatch, 2**25) == (status, b"" if status else body)
     if status:
         said = json.loads(client.sent[1]["body"])["error"]["message"]
-        assert f"{MOST_KEYS + 1} keys; up to {MOST_KEYS} are taken" in said
+        assert f"{MOST_KEYS + 1} keys; the limit is {MOST_KEYS}" in said
 
 
 @given(
@@ -402,7 +402,7 @@ def test_characters_of_a_prompt() -> None:
     """Text longer than the longest prompt is refused before it is made tokens."""
     for prompt in ({"prompt": "a" * 300}, {"prompt_token_ids": [1] * 301}):
         assert tokenized(prompt, None) == prompt
-    with pytest.raises(VLLMValidationError, match="301 characters.* has 300") as raised:
+    with pytest.raises(VLLMValidationError, match="301 characters.* at most 300 fit") as raised:
         tokenized({"prompt": "a" * 301}, None)
     assert raised.value.parameter == "prompt"
 

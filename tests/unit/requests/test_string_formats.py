@@ -29,7 +29,7 @@ LEFT_OUT: dict[str, tuple[str, str]] = {
     "email": ('"[^"]*"@.*', "mailboxes in quotes, which hardly any program takes"),
     "idn-email": (
         '"[^"]*"@.*|[\\x85\uffff\U0001d54f]@.*|.*e\u0301.*',
-        "quotes; characters that are no letters of a script in the table, or not in NFC",
+        "quotes; characters that are not letters of a script in the table, or not in NFC",
     ),
     "hostname": ("xn--.*", "punycode, which no expression tells from what only looks like it"),
     "idn-hostname": (

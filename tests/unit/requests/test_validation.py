@@ -136,7 +136,7 @@ def test_a_suffix_is_cut_at_its_far_end(max_tokens: int, num_sent: int, num_used
         assert kept == tuple(Letters().encode(suffix[:num_used]))
     assert letters.num_read <= 2 * 8
     params.max_tokens = 8
-    with pytest.raises(VLLMValidationError, match=r"suffix has no room: max_tokens is 8") as raised:
+    with pytest.raises(VLLMValidationError, match=r"suffix has no room: max_tokens=8") as raised:
         processor.process_inputs("request", prompt, params, ("generate",))
     assert raised.value.parameter == "suffix"
 

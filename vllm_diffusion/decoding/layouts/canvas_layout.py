@@ -185,7 +185,7 @@ class CanvasLayout:
         return 0
 
     def num_after(self, num_suffix: int) -> int:
-        """Return how many positions of a canvas stand after the answer and are no part of it.
+        """Return how many positions of a canvas stand after the answer and are not part of it.
 
         Args:
             num_suffix: Tokens of the request's suffix. A canvas that ends with the answer has them

@@ -56,7 +56,7 @@ def read_sample(path: Path, num_layers: int, hidden_size: int) -> Sample:
             f"{path} has no tensor {error}; extract the hidden states again."
         ) from None
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} is no file of safetensors: {error}") from None
+        raise ValueError(f"{path} is not a file of safetensors: {error}") from None
     if ids.dim() != 1 or states.shape != (len(ids), num_layers, hidden_size):
         raise ValueError(
             f"{path} has hidden_states of {list(states.shape)} for {list(ids.shape)} token_ids; the "

@@ -79,7 +79,7 @@ def read_prompts(source: str, num_prompts: int, seed: int = 0) -> list[Prompt]:
     recording.
 
     Raises:
-        UsageError: If the source is not there, or a line of it is no prompt.
+        UsageError: If the source is not there, or a line of it is not a prompt.
     """
     path = TINY_TASKS_FILE if source == TINY_TASKS else Path(source)
     if path.is_dir():

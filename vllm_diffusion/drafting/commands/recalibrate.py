@@ -185,7 +185,7 @@ def _served(arguments: argparse.Namespace) -> Path:
     folder = Path(ask_draft(arguments)["model"])
     if not (folder / "config.json").is_file():
         raise CommandError(
-            f"The server's draft {folder} is no folder on this machine, where training starts from it; "
+            f"The server's draft {folder} is not a folder on this machine, where training starts from it; "
             "start the server with the path of its draft."
         )
     return folder.absolute()

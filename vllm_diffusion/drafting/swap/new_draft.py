@@ -178,7 +178,7 @@ def _checked_tensors(folder: Path, shapes: dict[str, tuple[int, ...]]) -> list[S
     for one in stored:
         shape = shapes.get(one.name)
         if shape is None:
-            problems.append(f"{one.name} in {one.file} is no tensor of the served draft")
+            problems.append(f"{one.name} in {one.file} is not a tensor of the served draft")
         elif one.shape != shape or one.dtype not in FLOATS:
             problems.append(
                 f"{one.name} in {one.file} is {one.dtype} {list(one.shape)}, but in the served draft it is "
@@ -213,7 +213,7 @@ def _read_config(folder: Path) -> Any:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
-            raise TypeError("it is no object")
+            raise TypeError("it is not an object")
         if content.get("quantization_config"):
             raise TypeError(
                 "quantization_config: a quantised draft is not taken while a server runs"
@@ -222,7 +222,7 @@ def _read_config(folder: Path) -> Any:
     # transformers raises many kinds of errors for fields with bad values.
     except Exception as error:
         raise ValueError(
-            f"{path} is no configuration of a draft ({error}); copy or train the draft again. "
+            f"{path} is not a configuration of a draft ({error}); copy or train the draft again. "
             f"{UNHARMED.capitalize()}."
         ) from None
 

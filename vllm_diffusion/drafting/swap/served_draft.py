@@ -21,7 +21,7 @@ from vllm_diffusion.drafting.swap.new_draft import check_replaceable, read_new_d
 # Projections of the context's keys and values of all layers, which vLLM builds of the loaded
 # layers.
 _FUSED = ("_fused_kv_weight", "_fused_kv_bias", "_k_norm_weights")
-# Prefix of the target's embedding, which is no part of a draft.
+# Prefix of the target's embedding, which is not part of a draft.
 _EMBEDDING = "embed_tokens."
 
 

@@ -58,7 +58,7 @@ def published_settings(model_config: ModelConfig) -> Published:
     published.
 
     Raises:
-        ValueError: If it names another sampler, or its sampler is no object.
+        ValueError: If it names another sampler, or its sampler is not an object.
     """
     generation, source = generation_config(model_config)
     sampler = generation.get("sampler_config")

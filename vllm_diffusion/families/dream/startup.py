@@ -7,8 +7,8 @@ function's default is ``origin``. It differs:
 
 - An answer ends with its first end token, when all of it is decided; there it goes on, and demos
   cut the text. ``ignore_eos`` gives all of it.
-- Steps that reveal nothing are no passes: with as many steps as tokens the first one, with twice as
-  many half of them. Draws are counted by the passes that are left. ``origin`` leaves out none.
+- Steps that reveal nothing are not passes: with as many steps as tokens the first one, with twice
+  as many half of them. Draws are counted by the passes that are left. ``origin`` leaves out none.
 - With both filters ``top_k`` is applied first, as in vLLM; there ``top_p`` is.
 - An entropy is that of the probabilities; there 1e-10 is added to each within the logarithm.
 - The number of masks of a step is computed in float32 as there; where it is within rounding of a

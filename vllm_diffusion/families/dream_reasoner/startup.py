@@ -63,7 +63,7 @@ class DreamReasonerEngineConfig(MaskedEngineConfig):
         """Refuse a Dream without blocks."""
         if getattr(model_config.hf_config, cls.block_length_key, None) is None:
             raise ValueError(
-                f"DreamForCausalLM without {cls.block_length_key} in config.json is no DreamReasoner, whose "
+                f"DreamForCausalLM without {cls.block_length_key} in config.json is not a DreamReasoner, whose "
                 f"blocks are of {cls.block_length}. If it is a Dream-7B, --hf-overrides "
                 """'{"architectures": ["DreamModel"]}' serves it."""
             )

@@ -11,7 +11,7 @@ with the settings of ``engines/hf/runner.py``: 32 steps, temperature 1, threshol
   tokens.
 - The mask token is never drawn, and among equally confident positions the leftmost comes first.
 - Any ``max_tokens`` is served, and the last block is as short as what is left of the answer; there
-  one that is no multiple of 32 is refused, and ``engines/nano_dvlm`` writes whole blocks, beyond
+  one that is not a multiple of 32 is refused, and ``engines/nano_dvlm`` writes whole blocks, beyond
   it.
 - A transparent picture is laid on white; there its transparency is dropped, and the colour below
   shows.

@@ -103,7 +103,7 @@ class SDAREngineConfig(MaskedEngineConfig):
         length = model_config.hf_config.canvas_length
         if length not in _PUBLISHED_BLOCK_LENGTHS and settings.rule is None:
             raise ValueError(
-                f"block_size={length} in config.json of the checkpoint is no length that SDAR is published "
+                f"block_size={length} in config.json of the checkpoint is not a length that SDAR is published "
                 f"with ({', '.join(map(str, _PUBLISHED_BLOCK_LENGTHS))}). If it is I-DLM or Uno, whose "
                 f"weights attend causally, {remedy}; if it is an SDAR, set {OPTION} with "
                 '"rule": "reveal".'

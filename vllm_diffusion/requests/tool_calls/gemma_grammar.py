@@ -107,7 +107,7 @@ class _Rules:
         self._quote = f"<[{markers.quote}]>"
         self.lines: list[str] = []
         spelled = "|".join(map(escaped, markers.texts))
-        # A complement alone would hold bytes that are no characters.
+        # A complement alone would hold bytes that are not characters.
         text = f"/(?s:.*)/ & ~/(?s:.*)({spelled})(?s:.*)/"
         self.string = f"string: {self._quote} TEXT {self._quote}\nTEXT: {text}"
 

@@ -48,7 +48,7 @@ def read_tools(tools: list[Any]) -> Mapping[str, ReadTool]:
     """Return the functions among the tools of a request, by name.
 
     Args:
-        tools: Tools as vLLM's protocol read them; a response may have tools that are no functions.
+        tools: Tools as vLLM's protocol read them; a response may have tools that are not functions.
     """
     return _read(_functions(tools)) if tools else {}
 

@@ -264,7 +264,7 @@ def _text(schema: Mapping[str, Any], path: str) -> Text:
 def _number(schema: Mapping[str, Any], name: str, path: str) -> Number:
     bounds = {key: schema[key] for key in _BOUNDS if key in schema}
     for key, value in bounds.items():
-        # NaN is no number.
+        # NaN is not a number.
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
             raise ToolSchemaError(f"{path}.{key} must be a number; got {value!r}")
     try:

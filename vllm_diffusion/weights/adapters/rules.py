@@ -377,7 +377,7 @@ def read_pairs(folder: Path) -> dict[str, dict[str, StoredTensor]]:
         match = _TENSOR.match(tensor.name)
         if match is None:
             raise _MisfitError(
-                f"{WEIGHTS} holds {tensor.name}, which is no matrix of a LoRA adapter; train it "
+                f"{WEIGHTS} holds {tensor.name}, which is not a matrix of a LoRA adapter; train it "
                 "without modules_to_save, embeddings, biases and DoRA"
             )
         pairs.setdefault(match[1], {})[match[2]] = tensor

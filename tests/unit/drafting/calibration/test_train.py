@@ -172,7 +172,7 @@ def test_read_sample(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no tensor 'hidden_states'"):
         read_sample(files[0], 2, 8)
     files[0].write_bytes(b"rubbish")
-    with pytest.raises(ValueError, match=r"0\.safetensors is no file of safetensors"):
+    with pytest.raises(ValueError, match=r"0\.safetensors is not a file of safetensors"):
         read_sample(files[0], 2, 8)
     with pytest.raises(ValueError, match="no .safetensors file"):
         sample_files(tmp_path / "nowhere")

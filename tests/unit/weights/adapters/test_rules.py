@@ -106,7 +106,7 @@ MISFITS = [
     (pair(), {"r": 8}, f"{Q}.lora_A is F32 [4, 128], but by this model and {CONFIG} it must be F32 or F16 or BF16 [8, 128]", "answers, at twice or half of the trained scale"),
     (pair(rank=16), {"r": 16}, "its rank 16 is above --max-lora-rank 8; start the server with a larger one", "request"),
     ({f"{Q}.lora_A": torch.zeros(4, 128)}, {}, f"{Q} has no lora_B; copy the adapter again", "request"),
-    (pair() | {f"{Q}.lora_magnitude_vector": torch.zeros(128)}, {}, "lora_magnitude_vector.weight, which is no matrix of a LoRA adapter", "request"),
+    (pair() | {f"{Q}.lora_magnitude_vector": torch.zeros(128)}, {}, "lora_magnitude_vector.weight, which is not a matrix of a LoRA adapter", "request"),
     ({}, {}, "holds no tensors", "request"),
     (pair("model.decoder.layers.0.experts", into=512, rank=16), {}, "has nothing for model.decoder.layers.0.experts.base_layer; train it on all of a layer's experts", ""),
     (pair(), {"peft_type": "IA3"}, "peft_type='IA3' must be \"LORA\"", "answers, as if it were LoRA"),
