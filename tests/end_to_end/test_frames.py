@@ -177,6 +177,11 @@ def test_interval_fields_and_step_map(server: Server) -> None:
             {"stream": True, "vllm_xargs": {"diffusion_frames": 0}},
             "diffusion_frames",
         ),
+        (
+            "completions",
+            {"prompt": ["x"] * 17, "stream": True, "diffusing": True},
+            "diffusion_frames",
+        ),
     ],
 )
 def test_refused(path: str, fields: dict[str, Any], name: str, server: Server) -> None:

@@ -12,13 +12,14 @@ from vllm_diffusion.canvas.messages import RequestReport
 from vllm_diffusion.canvas.predictions import FollowedText
 from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.live.frame import CanvasStepMap, added_by, frame_of
-from vllm_diffusion.live.watch import MOST_WATCHED_ANSWERS, Inbox, OrderedQueue, open_inbox
+from vllm_diffusion.live.watch import Inbox, OrderedQueue, open_inbox
 from vllm_diffusion.metrics import ANSWER, DiffusionRequestMetrics, metrics_of_passes
 from vllm_diffusion.requests.arguments import (
     TRACE,
     WHERE_FRAMES_ARE,
     RequestArguments,
     arguments_of,
+    check_watched,
 )
 from vllm_diffusion.requests.bounds import check_decodable
 from vllm_diffusion.requests.refusals import refuse
@@ -199,13 +200,7 @@ def _with_inbox(stock: Any, self: Any, request: Any, *args: Any, **kwargs: Any) 
     prompt_index = 0
     if inbox is not None:
         inbox.num_answers += 1
-        if shown.frame_interval and inbox.num_answers > MOST_WATCHED_ANSWERS:
-            refuse(
-                "diffusion_frames",
-                f"shows at most {MOST_WATCHED_ANSWERS} answers of one request; lower n or the "
-                "number of prompts.",
-                shown.frame_interval,
-            )
+        check_watched(shown.frame_interval, inbox.num_answers)
         prompt_index = inbox.prompt_index(request.external_req_id)
         inbox.prompts[prompt_index] = request.prompt_token_ids or []
     stock(self, request, *args, **kwargs)

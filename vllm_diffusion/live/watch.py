@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 # Frames of one call that wait. A reader slower than the denoising misses the oldest ones.
 MOST_WAITING_FRAMES = 64
-# Answers of one call that are shown: its prompts times n.
-MOST_WATCHED_ANSWERS = 16
 
 
 class Inbox:

@@ -37,6 +37,8 @@ WHERE_FRAMES_ARE = (
     "is sent while an answer is written: set stream to true on /v1/chat/completions or "
     "/v1/completions, the only ones that send frames; in Python use vllm_diffusion.live.watch."
 )
+# Answers of one call that are shown: its prompts times n.
+MOST_WATCHED_ANSWERS = 16
 FRAME_FIELDS = ("token_ids", "tokens", "kept", "entropy")
 _NAMES: tuple[str, ...] = (
     *("diffusion_max_steps", "diffusion_canvas_length", "diffusion_seed_canvas"),
@@ -367,6 +369,16 @@ def check_room(num_given: int, max_tokens: int, most: int) -> None:
             "suffix",
             f"has no room: max_tokens={max_tokens}, {num_given} tokens of the prompt and at least one of the suffix must "
             f"fit into {most} tokens, which this model writes at once. Lower max_tokens to about the length of the gap.",
+        )
+
+
+def check_watched(frame_interval: Any, num_answers: int) -> None:
+    """Refuse frames of more answers than one request shows."""
+    if frame_interval and num_answers > MOST_WATCHED_ANSWERS:
+        refuse(
+            "diffusion_frames",
+            f"shows at most {MOST_WATCHED_ANSWERS} answers of one request; got {num_answers}. Lower n or the number of "
+            "prompts.",
         )
 
 

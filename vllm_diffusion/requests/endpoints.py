@@ -27,9 +27,15 @@ from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.exceptions import VLLMValidationError
 
-from vllm_diffusion.requests.arguments import TRACE, WHERE_FRAMES_ARE
+from vllm_diffusion.requests.arguments import TRACE, WHERE_FRAMES_ARE, check_watched
 from vllm_diffusion.requests.constraint import read_constraint_aside
-from vllm_diffusion.requests.http import DETAILS, check_fields, noting_streams, read_body
+from vllm_diffusion.requests.http import (
+    DETAILS,
+    check_fields,
+    noting_streams,
+    num_answers,
+    read_body,
+)
 from vllm_diffusion.requests.refusals import ending_with_refusal, refuse
 from vllm_diffusion.requests.tool_calls.read_tools import read_tools_aside
 from vllm_diffusion.weights.adapters.early_checks import rules_of
@@ -256,8 +262,10 @@ def _read_diffusing(request: Any, model_config: Any) -> None:
         )
     if diffusing:
         request.vllm_xargs = {"diffusion_frames": 1, **(request.vllm_xargs or {})}
-    if request.stream and (request.vllm_xargs or {}).get(TRACE):
-        refuse(TRACE, _WHERE_TRACES_ARE, request.vllm_xargs[TRACE])
+    xargs = request.vllm_xargs or {}
+    check_watched(xargs.get("diffusion_frames"), num_answers(request))
+    if request.stream and xargs.get(TRACE):
+        refuse(TRACE, _WHERE_TRACES_ARE, xargs[TRACE])
 
 
 def _refuse_frames(request: Any, model_config: Any, body: dict[str, Any] | None = None) -> None:

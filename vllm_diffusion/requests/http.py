@@ -505,14 +505,23 @@ def check_characters(text: str, most: int) -> None:
         )
 
 
+def num_answers(request: Any) -> int:
+    """Return the number of answers that a body asks for."""
+    return _num_prompts(request) * (getattr(request, "n", None) or 1)
+
+
+def _num_prompts(request: Any) -> int:
+    """Return the number of prompts of a completion or a batch of chats."""
+    prompt, chats = getattr(request, "prompt", None), getattr(request, "messages", None)
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        return len(prompt)
+    return len(chats) if isinstance(chats, list) and chats and isinstance(chats[0], list) else 1
+
+
 def _check_lengths(request: Any, model_config: Any) -> None:
     """Refuse lists by their lengths, before anything reads their items."""
-    prompt = getattr(request, "prompt", None)
-    chats = getattr(request, "messages", None)
-    num_prompts = 1
-    if isinstance(prompt, list) and prompt:
-        if not isinstance(prompt[0], int):
-            num_prompts = len(prompt)
+    prompt, num_prompts = getattr(request, "prompt", None), _num_prompts(request)
+    if isinstance(prompt, list):
         most, longest = (
             model_config.max_model_len,
             max(
@@ -526,24 +535,22 @@ def _check_lengths(request: Any, model_config: Any) -> None:
         )
         if longest > most and getattr(request, "truncate_prompt_tokens", None) is None:
             refuse("prompt", f"has {longest} tokens; this model takes at most {most}. Send fewer.")
-    if isinstance(chats, list) and chats and isinstance(chats[0], list):
-        num_prompts = len(chats)
-    num_answers = num_prompts * (getattr(request, "n", None) or 1)
-    if num_prompts > 1 and num_answers > bounds.MOST_ANSWERS:
+    answers = num_answers(request)
+    if num_prompts > 1 and answers > bounds.MOST_ANSWERS:
         refuse(
             "n",
-            f"times the number of prompts, {num_prompts}, is {num_answers}; the limit of a request is "
+            f"times the number of prompts, {num_prompts}, is {answers}; the limit of a request is "
             f"{bounds.MOST_ANSWERS}. Split the request.",
         )
     # As many as one prompt may ask for: requests are served in their order, and all others wait.
     longest, fields = model_config.max_model_len, vars(request)
     most = fields.get("max_completion_tokens") or fields.get("max_tokens") or longest
-    num_tokens = num_answers * min(most, longest)
+    num_tokens = answers * min(most, longest)
     most_tokens = envs.VLLM_MAX_N_SEQUENCES * longest
     if num_prompts > 1 and num_tokens > most_tokens:
         refuse(
             "max_tokens",
-            f"times the number of answers, {num_answers}, is {num_tokens}; the limit of a request with several prompts is "
+            f"times the number of answers, {answers}, is {num_tokens}; the limit of a request with several prompts is "
             f"{most_tokens}. Split the request.",
         )
 

@@ -111,7 +111,7 @@ def test_names_of_ways() -> None:
     assert ["bad_words" in way.refused_fields for way in WAYS] == [False, True, True, True]
 
 
-@pytest.mark.parametrize("backend", [None, "inductor"])
+@pytest.mark.parametrize("backend", [None, pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_rule_whose_needs_no_other_has(backend: str | None) -> None:
     """A slot is decided as on a server with its way alone, whatever the other ways need."""
     steps = {}
