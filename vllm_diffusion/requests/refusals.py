@@ -114,7 +114,9 @@ def _naming_fields(stock_check: Any, self: Any) -> None:
         raise VLLMValidationError(message, parameter=field, value=value) from None
     if self.n > 1 and self.sampling_type == SamplingType.GREEDY:
         # vLLM refuses it next, and names no field.
-        refuse("n", f"must be 1 at temperature 0, where all answers are equal; got {self.n}.", self.n)
+        refuse(
+            "n", f"must be 1 at temperature 0, where all answers are equal; got {self.n}.", self.n
+        )
     note_filters(self)
 
 
