@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -10,8 +12,19 @@ from attention_kernels.vocab_statistics.running import FilteredDraw, RowDraws, R
 from attention_kernels.vocab_statistics.search import Piece
 
 _NOTHING = float("-inf")
+_LOWEST = torch.finfo(torch.float32).min
 # Ids of kept rows that are in float32 at once.
 _TILE = 4096
+# Rows that are in float32 at once, so that with this many ids they stay in a CPU's cache. On one
+# core, of 16, 32, 64, 128 and 256, each of 1,024 rows takes 87, 53, 43, 40 and 37 microseconds if
+# it is greedy, and 493, 387, 264, 291 and 363 if it draws.
+_ROWS = 64
+
+
+def _row_slices(num_rows: int) -> Iterator[slice]:
+    """Yield the rows in pieces whose intermediates stay in a CPU's cache."""
+    for start in range(0, num_rows, _ROWS):
+        yield slice(start, start + _ROWS)
 
 
 def update_statistics(
@@ -21,12 +34,29 @@ def update_statistics(
     weights: Tensor | None,
     product: Tensor | None,
 ) -> None:
-    x = rows.scaled(draws.temperature)
-    _update_candidate(running, x, rows.first_id, draws)
+    for some in _row_slices(len(rows.projected)):
+        _update_rows(
+            running.rows(some),
+            rows.rows(some),
+            draws.rows(some),
+            None if weights is None else weights[some],
+            None if product is None else product[some],
+        )
 
-    tile_maximum, tile_argmax = x.max(dim=-1)
+
+def _update_rows(
+    running: RunningStatistics,
+    rows: RowLogits,
+    draws: RowDraws,
+    weights: Tensor | None,
+    product: Tensor | None,
+) -> None:
+    x = rows.scaled(draws.temperature)
     # The first of equal ones, whatever max() returns.
-    tile_argmax = x.argmax(dim=-1) + rows.first_id
+    tile_maximum, tile_argmax = x.amax(dim=-1), x.argmax(dim=-1)
+    _update_candidate(running, x, tile_argmax, rows.first_id, draws)
+
+    tile_argmax += rows.first_id
     running.argmax.copy_(torch.where(tile_maximum > running.maximum, tile_argmax, running.argmax))
     maximum = torch.maximum(running.maximum, tile_maximum)
     # As long as nothing is possible, anything finite will do.
@@ -34,11 +64,11 @@ def update_statistics(
     fall = torch.where(running.maximum == _NOTHING, 0.0, running.maximum - shift)
     rescale = fall.exp()
 
-    distance = x - shift[:, None]
+    distance = x.sub_(shift[:, None])
     exponentials = distance.exp()
     total = exponentials.sum(dim=-1)
     # 0 * -inf is not a number, where the limit is 0.
-    weighted = torch.where(exponentials > 0, exponentials * distance, 0.0).sum(dim=-1)
+    weighted = distance.clamp_(min=_LOWEST).mul_(exponentials).sum(dim=-1)
     running.weighted.copy_(rescale * (running.weighted + running.total * fall) + weighted)
     running.total.copy_(rescale * running.total + total)
     running.maximum.copy_(maximum)
@@ -49,10 +79,13 @@ def update_statistics(
 
 
 def _update_candidate(
-    running: RunningStatistics, x: Tensor, first_id: int, draws: RowDraws
+    running: RunningStatistics, x: Tensor, argmax: Tensor, first_id: int, draws: RowDraws
 ) -> None:
-    scores = x / draws.rate[:, None] + draws.noise(x.shape[1], first_id)
-    candidate = scores.argmax(dim=-1, keepdim=True)
+    if draws.is_greedy:
+        scores, candidate = x, argmax[:, None]
+    else:
+        scores = x / draws.rate[:, None] + draws.noise(x.shape[1], first_id)
+        candidate = scores.argmax(dim=-1, keepdim=True)
     best = scores.gather(-1, candidate)[:, 0]
     better = best > running.best
     running.candidate.copy_(torch.where(better, candidate[:, 0] + first_id, running.candidate))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
@@ -35,6 +35,15 @@ class RowDraws(NamedTuple):
     def rate(self) -> Tensor:
         """[num_rows], float32: what the candidate's logits are divided by after ``temperature``."""
         return torch.where(self.request_temperature == 0, 1.0, self.request_temperature)
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if no row draws; waits for the device."""
+        return not bool(self.request_temperature.any())
+
+    def rows(self, some: slice) -> RowDraws:
+        """Select the draws of some rows."""
+        return RowDraws(*(field[some] for field in self))
 
     def noise(self, num_ids: int, first_id: int) -> Tensor:
         """[num_rows, num_ids], float32: Gumbel noise of some ids; zero in a greedy row."""
@@ -96,6 +105,10 @@ class RunningStatistics:
         total, weighted = sums[:, :num_rows]
         argmax, candidate = ids[:, :num_rows]
         return RunningStatistics(maximum, total, weighted, argmax, best, candidate, drawn)
+
+    def rows(self, some: slice) -> RunningStatistics:
+        """Select the statistics of some rows, which share their memory with these."""
+        return RunningStatistics(*(getattr(self, field.name)[some] for field in fields(self)))
 
     def entropy(self) -> Tensor:
         """[num_rows], float32, nats, of softmax(x); 0 where no id is possible."""

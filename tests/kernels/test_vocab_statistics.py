@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 from attention_kernels.noise import gumbel_noise, random_words
 from attention_kernels.testing import make_adjustments, make_draws
 from attention_kernels.vocab_statistics import (
+    RowDraws,
     RowLogits,
     RunningStatistics,
     add_product,
     update_statistics,
 )
+from attention_kernels.vocab_statistics import running as running_statistics
 from attention_kernels.vocab_statistics.triton import update as triton_update
 from attention_kernels.vocab_statistics.triton.logits import gumbel_bound
 
@@ -241,6 +243,38 @@ def test_noise_that_cannot_decide_is_not_made(vocab, tile, scale, peaks, seed):
 def bound_kernel(v_ptr, out_ptr):
     at = tl.arange(0, 64)
     tl.store(out_ptr + at, gumbel_bound(tl.load(v_ptr + at)))
+
+
+@pytest.mark.parametrize(
+    ("drawing", "num_drawn"), [((), 0), ((70,), 64), ((0, 199), 64 + 8), (range(200), 200)]
+)
+def test_the_reference_makes_noise_only_near_rows_that_draw(monkeypatch, drawing, num_drawn):
+    """The reference works on 64 rows at a time, makes no noise where all of them are greedy, and
+    its statistics are those of rows that come alone.
+    """
+    num_rows, made = 200, []
+
+    def counted(seed, *key):
+        made.append(len(seed))
+        return random_words(seed, *key)
+
+    monkeypatch.setattr(running_statistics, "random_words", counted)
+    temperature = torch.zeros(num_rows)
+    temperature[list(drawing)] = 0.7
+    generator = torch.Generator().manual_seed(0)
+    draws = make_draws(num_rows, generator)._replace(request_temperature=temperature)
+    logits = torch.randn(num_rows, 40, generator=generator)
+    together, _ = stream(logits, draws, 40, "reference")
+    assert sum(made) == num_drawn
+    assert max(made, default=0) <= 64
+
+    alone = [
+        stream(logits[i : i + 1], RowDraws(*(x[i : i + 1] for x in draws)), 40, "reference")[0]
+        for i in range(num_rows)
+    ]
+    for field in fields(together):
+        rows = torch.cat([getattr(one, field.name) for one in alone])
+        assert torch.equal(getattr(together, field.name), rows), field.name
 
 
 @settings(max_examples=20, deadline=None)

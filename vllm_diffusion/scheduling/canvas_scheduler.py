@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+import numpy as np
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.diffusion_scheduler import DiffusionAsyncScheduler, DiffusionScheduler
@@ -112,6 +113,14 @@ class CanvasScheduling(Scheduler):
             # Nothing stands between an answer and what follows it.
             1 if num_after else self.spec.block_length(arguments.settings),
         )
+
+    def _num_sampled(self, request: Request, num_canvas: int) -> int:
+        """Return how many of a request's canvas rows are projected onto the vocabulary."""
+        arguments, layout = arguments_of(request.sampling_params), self.spec.layout
+        num_answer = max(num_canvas - layout.num_after(len(arguments.suffix)), 0)
+        block_length = self.spec.block_length(arguments.settings)
+        numbers = num_answer, request.num_prompt_tokens, block_length
+        return int(layout.num_sampled(*map(np.asarray, numbers)))
 
     # A request arrives.
 
@@ -287,7 +296,12 @@ class CanvasScheduling(Scheduler):
                 num_denoised = 0
             yield ReturnedPart(
                 request,
-                RowCounts(num_rows - num_denoised, num_denoised, len(canvas), num_emitted),
+                RowCounts(
+                    num_rows - num_denoised,
+                    num_denoised,
+                    self._num_sampled(request, len(canvas)),
+                    num_emitted,
+                ),
                 None if is_lost or request_id not in views else CanvasView(views[request_id]),
                 self._max_steps(request),
                 is_stale,

@@ -17,6 +17,8 @@ from tests.support.families import llada, run
 from tests.support.families import makers as tiny
 from tests.support.families.cases import CASES, Wanted, expected
 from tests.support.families.model import END_IDS, MASK_ID, prompt_of
+from vllm_diffusion.metrics import request_metrics
+from vllm_diffusion.sampling.sampler import DiffusionSampler
 
 pytestmark = pytest.mark.engine
 
@@ -120,6 +122,29 @@ def test_no_room_for_whole_blocks(tmp_path: Path, family: str, is_asynchronous: 
     assert list(rest.outputs[0].token_ids) == (
         expected(loop, model, prompts[-1], Wanted(max_tokens=most - len(prompts[-1]))).tokens
     )
+
+
+@pytest.mark.parametrize("family", ["llada", "illada"])
+def test_projected_rows_are_counted(tmp_path: Path, monkeypatch: Any, family: str) -> None:
+    """The metrics of requests count the rows that the runner selects for the vocabulary, which are
+    those of the block that is denoised and not the whole sequence.
+    """
+    selected, select = [], DiffusionSampler.select_rows
+
+    def counted(sampler: DiffusionSampler, hidden: torch.Tensor) -> torch.Tensor:
+        rows = select(sampler, hidden)
+        selected.append(len(rows))
+        return rows
+
+    case = CASES[family]
+    prompts = [prompt_of(length, seed=length) for length in (40, 9)]
+    params = [Wanted(max_tokens=n, seed=n).sampling_params() for n in (32, 48)]
+    with TracedEngine(case.make().save(tmp_path), **case.options) as engine:
+        monkeypatch.setattr(DiffusionSampler, "select_rows", counted)
+        outputs = engine.outputs(prompts, params)
+    metrics = [request_metrics(output.outputs[0]) for output in outputs]
+    assert sum(one.projected_rows for one in metrics) == sum(selected) > 0
+    assert all(one.projected_rows < one.canvas_rows for one in metrics)
 
 
 def test_end_tokens_that_are_held_back(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ class RowCounter:
         counts, request_id = self.counts, request.request_id
         counts.sampled += rows.projected
         counts.denoised += rows.denoised
-        counts.committed += rows.projected - rows.denoised
+        counts.committed += 0 if rows.denoised else rows.projected
         if rows.num_emitted:
             counts.last += rows.denoised or self._stepped.get(request_id, 0)
         self._stepped[request_id] = rows.denoised
