@@ -153,7 +153,11 @@ def test_published_width_of_dream(tmp_path: Path) -> None:
     with torch.inference_mode():
         wanted = [
             dream.generate(
-                run.suppress(model, [MASK_ID]), prompt, max_new_tokens=num_tokens, **own
+                run.suppress(model, [MASK_ID]),
+                prompt,
+                max_new_tokens=num_tokens,
+                mask_id=MASK_ID,
+                **own,
             ).tokens
             for prompt in prompts
         ]
