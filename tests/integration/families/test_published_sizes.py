@@ -24,6 +24,9 @@ from tests.support.families.cases import CASES, Case, Wanted, expected
 from tests.support.families.makers import LLaDA
 from tests.support.families.model import MASK_ID, prompt_of
 from tests.support.families.published import files_of
+from tests.support.models.checkpoints import copy_checkpoint, randomize
+from tests.support.models.prompts import prompt_of as gemma_prompt_of
+from tests.support.oracles.oracle import Oracle
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -177,3 +180,48 @@ def test_published_width_of_dream(tmp_path: Path) -> None:
     found = [list(output.outputs[0].token_ids) for output in outputs]
     assert found == [tokens[:num_tokens] for tokens in wanted]
     print(f"{file}: {sum(map(len, found))} tokens equal after [30, 1900]")
+
+
+def test_published_width_of_diffusion_gemma(tmp_path: Path) -> None:
+    """Logits and tokens of DiffusionGemma are those of ``transformers``, on both sides of the
+    window, whose canvases of 256 positions it has too.
+    """
+    from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
+
+    config = files_of("google/diffusiongemma-26B-A4B-it").config
+    text = config["text_config"] | {
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "dtype": "float32",
+    }
+    folder = copy_checkpoint(
+        tmp_path,
+        config={"canvas_length": config["canvas_length"]},
+        text_config=text,
+        generation_config={"max_denoising_steps": 2},
+    )
+    with torch.device("cpu"):
+        model = DiffusionGemmaForBlockDiffusion(DiffusionGemmaConfig.from_pretrained(folder))
+    randomize(model)
+    model.save_pretrained(folder)
+    del model
+    gc.collect()
+    prompts = [gemma_prompt_of(length) for length in (30, text["sliding_window"] + 76)]
+    asked: dict[str, Any] = {"max_tokens": config["canvas_length"], "ignore_eos": True}
+    oracle = Oracle(folder)
+    wanted = [oracle.generate(prompt, seed=7, **asked) for prompt in prompts]
+    del oracle
+    gc.collect()
+    options = {"max_model_len": 2048, "max_num_seqs": 2, "kv_cache_memory_bytes": 2**30}
+    with TracedEngine(folder, **options) as engine:
+        for prompt, run in zip(prompts, wanted, strict=True):
+            with engine.recording() as steps:
+                (found,) = engine.generate([prompt], seeds=[7], **asked)
+            denoised = [step.logits for step in steps if not step.encoding]
+            errors = [
+                (ours - theirs).abs().max().item()
+                for ours, theirs in zip(denoised, run.logits, strict=True)
+            ]
+            print(f"google/diffusiongemma-26B-A4B-it: {len(prompt)} tokens, {errors} apart")
+            assert max(errors) < 1e-3
+            assert list(found.token_ids) == run.tokens
