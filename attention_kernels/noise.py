@@ -106,6 +106,26 @@ def random_words(
     return torch.stack(words, dim=-1).flatten(-2)[:, :num_ids]
 
 
+def random_words_of(
+    seed: Tensor, canvas_idx: Tensor, step: Tensor, position: Tensor, ids: Tensor
+) -> Tensor:
+    """The words of :func:`random_words` of some vocabulary ids alone.
+
+    Args:
+        seed: [n], int64, as the next three of the row of each id.
+        canvas_idx: [n], integer.
+        step: [n], integer below 2**24.
+        position: [n], integer.
+        ids: [n], int64.
+
+    Returns:
+        [n], int64 with values in [0, 2**32).
+    """
+    counter = ids // 4, position.long(), step.long() | (Purpose.CANDIDATE << 24), canvas_idx.long()
+    words = torch.stack(philox(counter, _split_seed(seed.long())))
+    return words.gather(0, (ids % 4)[None])[0]
+
+
 def gumbel_noise(words: Tensor) -> Tensor:
     """Standard Gumbel noise from random words.
 

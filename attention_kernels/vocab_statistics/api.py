@@ -125,6 +125,17 @@ def largest_logit(rows: RowLogits, divisor: Tensor, *, impl: Impl = "auto") -> T
     return largest
 
 
+def largest_logits(rows: RowLogits, divisor: Tensor, num: int, *, impl: Impl = "auto") -> Tensor:
+    """[num_rows, num], float32: the largest that :func:`scaled_logits` would return, descending,
+    and minus infinity where there are fewer.
+
+    Arguments and errors as there; any number of rows. PyTorch chooses them, whatever scaled them.
+    """
+    _check(rows, divisor.shape[0])
+    scaled = _implementation(impl, rows).scaled_logits
+    return reference.largest_logits(rows, divisor, num, scaled)
+
+
 def weigh(
     rows: RowLogits,
     divisor: Tensor,

@@ -148,7 +148,7 @@ class RowLogits(NamedTuple):
             logits = self.adjustments.apply(logits, ids)
         return logits / divisor[:, None]
 
-    def rows(self, some: slice) -> RowLogits:
+    def rows(self, some: slice | Tensor) -> RowLogits:
         """Select the logits of some rows."""
         adjustments = None if self.adjustments is None else self.adjustments.rows(some)
         return self._replace(projected=self.projected[some], adjustments=adjustments)
@@ -164,4 +164,5 @@ class RowLogits(NamedTuple):
 def ordered_keys(values: Tensor) -> Tensor:
     """int64 in [-2**31, 2**31) that compare as the float32 ``values`` do; both zeros are one."""
     bits = (values + 0.0).view(torch.int32)
-    return torch.where(bits < 0, bits ^ (2**31 - 1), bits).long()
+    # All bits but the sign are turned over where it is set.
+    return (bits ^ ((bits >> 31) & (2**31 - 1))).long()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -108,6 +108,25 @@ def largest_logit(rows: RowLogits, divisor: Tensor) -> Tensor:
     return largest
 
 
+def largest_logits(
+    rows: RowLogits,
+    divisor: Tensor,
+    num: int,
+    scaled_logits: Callable[[RowLogits, Tensor], Tensor],
+) -> Tensor:
+    parts = []
+    for some in _row_slices(len(divisor)):
+        largest = torch.full((len(divisor[some]), num), _NOTHING, device=divisor.device)
+        for tile in rows.rows(some).tiles(_TILE):
+            largest = _larger(largest, scaled_logits(tile, divisor[some]))
+        parts.append(largest)
+    return torch.cat(parts)
+
+
+def _larger(largest: Tensor, scaled: Tensor) -> Tensor:
+    return torch.cat([largest, scaled], dim=1).topk(largest.shape[1]).values
+
+
 def weigh(
     rows: RowLogits,
     divisor: Tensor,
@@ -123,8 +142,12 @@ def weigh(
         keys = ordered_keys(x)
         weight = (keys < bounds[:, 1:]).long()
         if by_mass:
-            share = torch.where(x == _NOTHING, 0.0, (x - maximum[:, None]).exp())
+            share = _shares(x, maximum)
             weight *= (share * MASS_SCALE).long()
+        if pivots.shape[1] == 1:
+            # A search is much of a sweep's time.
+            ranges[:, 1] += weight.mul_(keys >= pivots).sum(dim=1)
+            continue
         ranges.scatter_add_(1, torch.searchsorted(pivots, keys, right=True), weight)
     return ranges.flip(-1).cumsum(-1).flip(-1)[:, 1:]
 
@@ -146,6 +169,16 @@ def narrow(piece: Piece, weights: Tensor, wanted: Tensor) -> None:
 def draw(
     rows: RowLogits, divisor: Tensor, maximum: Tensor, keys: Tensor, draws: RowDraws
 ) -> FilteredDraw:
+    parts = [
+        _draw_rows(rows.rows(some), divisor[some], maximum[some], keys[some], draws.rows(some))
+        for some in _row_slices(len(keys))
+    ]
+    return FilteredDraw(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def _draw_rows(
+    rows: RowLogits, divisor: Tensor, maximum: Tensor, keys: Tensor, draws: RowDraws
+) -> FilteredDraw:
     best = torch.full_like(divisor, _NOTHING)
     candidate = torch.zeros_like(keys)
     drawn = torch.full_like(divisor, _NOTHING)
@@ -153,9 +186,10 @@ def draw(
     for tile in rows.tiles(_TILE):
         # An id that no threshold keeps is as one that is impossible.
         x = tile.scaled(divisor)
-        x = torch.where(ordered_keys(x) >= keys[:, None], x, _NOTHING)
-        mass += torch.where(x == _NOTHING, 0.0, (x - maximum[:, None]).exp()).sum(dim=-1)
-        scores = x + draws.noise(x.shape[1], tile.first_id)
+        is_kept = ordered_keys(x) >= keys[:, None]
+        x.masked_fill_(~is_kept, _NOTHING)
+        mass += _shares(x, maximum).sum(dim=-1)
+        scores = _noised(x, is_kept, tile.first_id, draws)
         index = scores.argmax(dim=-1, keepdim=True)
         score = scores.gather(-1, index)[:, 0]
         better = score > best
@@ -163,3 +197,22 @@ def draw(
         best = torch.where(better, score, best)
         drawn = torch.where(better, x.gather(-1, index)[:, 0], drawn)
     return FilteredDraw(best, candidate, drawn, mass)
+
+
+def _noised(x: Tensor, is_kept: Tensor, first_id: int, draws: RowDraws) -> Tensor:
+    """Add noise to the ids that are kept."""
+    if draws.is_greedy:
+        return x
+    row, column = is_kept.nonzero(as_tuple=True)
+    # What makes noise of a row makes that of four ids at a time.
+    if 4 * len(row) > is_kept.numel():
+        return x + draws.noise(x.shape[1], first_id)
+    scores = x.clone()
+    scores[row, column] += draws.rows(row).noise_of(column + first_id)
+    return scores
+
+
+def _shares(x: Tensor, maximum: Tensor) -> Tensor:
+    """[num_rows, num_ids]: exp(x - maximum); 0 where nothing is possible."""
+    shift = torch.where(maximum == _NOTHING, 0.0, maximum)
+    return x.sub(shift[:, None]).exp_()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attention_kernels.noise import gumbel_noise, random_words
+from attention_kernels.noise import gumbel_noise, random_words, random_words_of
 
 
 class RowDraws(NamedTuple):
@@ -41,7 +41,7 @@ class RowDraws(NamedTuple):
         """True if no row draws; waits for the device."""
         return not bool(self.request_temperature.any())
 
-    def rows(self, some: slice) -> RowDraws:
+    def rows(self, some: slice | Tensor) -> RowDraws:
         """Select the draws of some rows."""
         return RowDraws(*(field[some] for field in self))
 
@@ -51,6 +51,11 @@ class RowDraws(NamedTuple):
             self.seed, self.canvas_idx, self.step, self.position, num_ids, first_id
         )
         return torch.where(self.request_temperature[:, None] == 0, 0.0, gumbel_noise(words))
+
+    def noise_of(self, ids: Tensor) -> Tensor:
+        """[num_rows], float32: noise of one id of each row; zero in a greedy row."""
+        words = random_words_of(self.seed, self.canvas_idx, self.step, self.position, ids)
+        return torch.where(self.request_temperature == 0, 0.0, gumbel_noise(words))
 
 
 class FilteredDraw(NamedTuple):

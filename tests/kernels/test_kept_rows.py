@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention_kernels import vocab_statistics
+from attention_kernels.noise import random_words_of
 from attention_kernels.testing import make_adjustments, make_draws
 from attention_kernels.vocab_statistics import (
     LAST_RESORT,
@@ -24,6 +25,7 @@ from attention_kernels.vocab_statistics import (
     scaled_logits,
     weigh,
 )
+from attention_kernels.vocab_statistics import running as running_statistics
 
 IMPLEMENTATIONS = ["reference", "triton"]
 
@@ -252,3 +254,27 @@ def test_bad_arguments_are_named(call, named):
     """A wrong argument is refused by name."""
     with pytest.raises(ValueError, match=named):
         call(RowLogits(torch.zeros(2, 8), 0), torch.ones(2))
+
+
+@pytest.mark.parametrize("num_kept", [1, 9, 30, 40])
+def test_a_filtered_draw_makes_noise_of_what_it_keeps(monkeypatch, num_kept):
+    """The reference makes noise of the kept ids alone where they are few, and draws the same."""
+    rows, vocab = 70, 40
+    generator = torch.Generator().manual_seed(num_kept)
+    logits, divisor = torch.randn(rows, vocab, generator=generator), torch.ones(rows)
+    draws = make_draws(rows, generator)
+    maximum = logits.amax(-1)
+    keys = ordered_keys(logits.sort(descending=True).values[:, num_kept - 1])
+    made = []
+
+    def counted(seed, *key):
+        made.append(len(seed))
+        return random_words_of(seed, *key)
+
+    monkeypatch.setattr(running_statistics, "random_words_of", counted)
+    drawn = draw(RowLogits(logits, 0), divisor, maximum, keys, draws, impl="reference")
+    assert sum(made) == (rows * num_kept if num_kept <= vocab // 4 else 0)
+    scores = torch.where(ordered_keys(logits) >= keys[:, None], logits, float("-inf"))
+    scores = scores + draws.noise(vocab, 0)
+    assert torch.equal(drawn.candidate, scores.argmax(-1))
+    assert torch.equal(drawn.best, scores.amax(-1))

@@ -16,6 +16,7 @@ from attention_kernels.noise import (
     gumbel_noise,
     philox,
     random_words,
+    random_words_of,
     uniform_tokens,
 )
 
@@ -138,3 +139,12 @@ def test_noise_is_bounded():
     smallest, largest = gumbel_noise(torch.tensor([2**32 - 1, 0])).tolist()
     assert SMALLEST_NOISE < smallest < SMALLEST_NOISE + 0.1
     assert LARGEST_NOISE - 0.2 < largest < LARGEST_NOISE
+
+
+def test_words_of_single_ids():
+    """An id's word is the same alone as among all of its row."""
+    rows, ids = torch.arange(40) % 3, torch.arange(40) * 7 % 37
+    keys = torch.tensor([5, -9, 2**40]), torch.arange(3), torch.arange(3) + 4, torch.arange(3) * 8
+    together = random_words(*keys, 37)
+    alone = random_words_of(*(key[rows] for key in keys), ids)
+    assert torch.equal(alone, together[rows, ids])

@@ -3,7 +3,8 @@
 Top-k, top-p and min-p keep the tokens whose logit is at least a threshold of the row. The threshold
 is searched for, without ever sorting a row: a sweep counts what lies above each of some pivots, and
 the next one divides the piece that holds it. Counts and masses are integers, so no number of ranks
-changes it.
+changes it. On a CPU, where a sweep is dear, the likeliest tokens of each row are looked at first,
+and only rows whose threshold is below them are searched.
 """
 
 from __future__ import annotations
@@ -16,17 +17,23 @@ from torch import Tensor
 
 from attention_kernels.vocab_statistics import (
     LEAST_KEY,
+    MASS_SCALE,
     RowDraws,
     RowLogits,
     draw,
     drawn_share,
     largest_key,
     largest_logit,
+    largest_logits,
     ordered_keys,
     scaled_logits,
     weigh,
 )
 from vllm_diffusion.sampling.output_head import OutputHead
+
+# Likeliest ids of a row among which its threshold is looked for before the row is searched, on a
+# CPU.
+NUM_LIKELIEST = 64
 
 
 class CandidateFilters(NamedTuple):
@@ -68,13 +75,26 @@ def thresholds(
         [num_rows], int64.
     """
 
-    def weighed(by_mass: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    def weighed(
+        by_mass: bool, some: slice | Tensor = slice(None)
+    ) -> Callable[[Tensor, Tensor], Tensor]:
+        own, over, most = rows.rows(some), divisor[some], maximum[some]
         return lambda pivots, bounds: head.sum(
-            weigh(rows, divisor, maximum, pivots, bounds, by_mass=by_mass)
+            weigh(own, over, most, pivots, bounds, by_mass=by_mass)
         )
 
+    likeliest = None if rows.projected.is_cuda else _likeliest(rows, divisor, maximum, head)
+
     def largest(by_mass: bool, wanted: Tensor, active: Tensor) -> Tensor:
-        return largest_key(weighed(by_mass), wanted, maximum, active)
+        if likeliest is None:
+            return largest_key(weighed(by_mass), wanted, maximum, active)
+        found, is_settled = likeliest.largest_key(by_mass, wanted)
+        found = torch.where(active, found, LEAST_KEY)
+        some = (active & ~is_settled).nonzero()[:, 0]
+        if len(some) > 0:
+            searched = weighed(by_mass, some), wanted[some], maximum[some], active[some]
+            found[some] = largest_key(*searched)
+        return found
 
     keys = torch.full(maximum.shape, LEAST_KEY, dtype=torch.int64, device=maximum.device)
     if filters.min_p is not None:
@@ -93,6 +113,33 @@ def thresholds(
         nucleus = largest(True, torch.minimum(wanted, kept), active)
         keys = torch.maximum(keys, nucleus)
     return keys
+
+
+class _Likeliest(NamedTuple):
+    """Likeliest ids of each row, of all ranks, among which most thresholds lie.
+
+    Attributes:
+        keys: [num_rows, n], int64, descending.
+        masses: [num_rows, n], int64: the weights of ``weigh`` by mass.
+    """
+
+    keys: Tensor
+    masses: Tensor
+
+    def largest_key(self, by_mass: bool, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the search would, and in which rows that is known; both [num_rows]."""
+        weights = self.masses if by_mass else torch.ones_like(self.masses)
+        is_enough = weights.cumsum(dim=1) >= wanted[:, None]
+        first = is_enough.int().argmax(dim=1, keepdim=True)
+        return self.keys.gather(1, first)[:, 0], is_enough[:, -1]
+
+
+def _likeliest(rows: RowLogits, divisor: Tensor, maximum: Tensor, head: OutputHead) -> _Likeliest:
+    """Find the likeliest ids of each row, on a CPU; see :func:`thresholds`."""
+    own = head.gather(largest_logits(rows, divisor, NUM_LIKELIEST))
+    scores = own.transpose(0, 1).flatten(1).topk(NUM_LIKELIEST).values
+    shares = torch.where(scores == float("-inf"), 0.0, (scores - maximum[:, None]).exp())
+    return _Likeliest(ordered_keys(scores), (shares * MASS_SCALE).long())
 
 
 class KeptDraw(NamedTuple):

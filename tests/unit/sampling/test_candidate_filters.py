@@ -17,6 +17,7 @@ from attention_kernels.vocab_statistics import (
 from tests.support.models.heads import identity_head, on_shards, output_head
 from tests.support.models.row_settings import row_draws
 from vllm_diffusion.decoding.statistics import PositionStatistics
+from vllm_diffusion.sampling import candidate_filters
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters, thresholds
 from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.vocabulary_stream import sample_rows
@@ -68,6 +69,63 @@ def test_ties_with_the_last_token_kept_are_kept():
         CandidateFilters(None, torch.tensor([0.97]), None),
     ):
         assert kept_by(filters, logits).tolist() == [[True] * 4 + [False]]
+
+
+def flat(generator: torch.Generator) -> torch.Tensor:
+    """Return rows of 200 ids: peaked, flat, of few values, and with few possible ids."""
+    spread = torch.tensor([8.0, 0.01, 1.0, 4.0]).repeat(5)
+    logits = torch.randn(20, 200, generator=generator) * spread[:, None]
+    logits[2::4] = logits[2::4].round()
+    logits[3::4, 3:] = float("-inf")
+    return logits
+
+
+@pytest.mark.parametrize("names", ["k", "p", "kp", "kpm"])
+@pytest.mark.parametrize("borders", [[], [52], [148, 188]], ids=str)
+def test_the_likeliest_ids_give_the_thresholds_of_the_search(monkeypatch, names, borders):
+    """Ties, a top-k above 64, a mass that 64 ids do not hold and rows without a filter have the
+    thresholds that the search of whole rows has, on every rank, and only such rows are searched.
+    """
+    generator = torch.Generator().manual_seed(0)
+    logits, ones, searched = flat(generator), torch.ones(20), []
+    top_k = torch.tensor([1, 64, 65, 200, 20]).repeat(4)
+    top_p = torch.tensor([1.0, 0.999, 0.5, 0.9]).repeat_interleave(5)
+    filters = CandidateFilters(
+        top_k if "k" in names else None,
+        top_p if "p" in names else None,
+        torch.full((20,), 0.01) if "m" in names else None,
+    )
+    right = candidate_filters.largest_key
+
+    def recorded(weigh, wanted, maximum, active):
+        searched.append(len(wanted))
+        return right(weigh, wanted, maximum, active)
+
+    def keys(head: OutputHead) -> torch.Tensor:
+        own = logits[:, head.first_id : head.first_id + len(head.weight)]
+        return thresholds(RowLogits(own, head.first_id), ones, logits.amax(-1), filters, 200, head)
+
+    monkeypatch.setattr(candidate_filters, "largest_key", recorded)
+    results = on_shards(torch.eye(200), borders, None, keys)
+    assert all(num_rows < 20 for num_rows in searched)
+    assert searched
+    # As if no row were settled.
+    monkeypatch.setattr(
+        candidate_filters._Likeliest,
+        "largest_key",
+        lambda self, by_mass, wanted: (wanted, torch.zeros_like(wanted, dtype=torch.bool)),
+    )
+    (expected,) = on_shards(torch.eye(200), [], None, keys)
+    for result in results:
+        assert torch.equal(result, expected)
+
+
+def test_usual_filters_search_no_row(monkeypatch):
+    """No row is searched where 64 ids hold what the filters keep."""
+    monkeypatch.setattr(candidate_filters, "largest_key", None)
+    logits = torch.randn(8, 300, generator=torch.Generator().manual_seed(0)) * 8
+    kept = kept_by(CandidateFilters(torch.full((8,), 20), torch.full((8,), 0.9), None), logits)
+    assert 1 <= kept.sum(-1).min() <= kept.sum(-1).max() <= 20
 
 
 ROWS, VOCAB = 6, 40
