@@ -5,10 +5,12 @@ each.
 from __future__ import annotations
 
 import argparse
+import re
 from typing import TYPE_CHECKING
 
 from vllm_diffusion.cli.console import CommandError, table
 from vllm_diffusion.startup.published_checkpoints import checkpoint_families
+from vllm_diffusion.startup.unserved_models import unserved_models, unserved_sentence
 
 if TYPE_CHECKING:
     from vllm_diffusion.cli.values import Parser
@@ -52,6 +54,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(table([head, *cells], indent="  "))
         print(f"  {family.command(rows[0])}")
     if not found:
+        asked = " ".join(arguments.words).lower()
+        for name in unserved_models():
+            if re.search(rf"(?<![a-z]){re.escape(name.lower())}(?![a-z])", asked):
+                raise CommandError(unserved_sentence(name))
         raise CommandError(
             f"No checkpoint has {' and '.join(arguments.words)} in its name; `vllm-diffusion models` lists all."
         )

@@ -20,6 +20,11 @@ from typing import TYPE_CHECKING, Any
 from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.startup.plan import DiffusionPlan, GivenLimits
 from vllm_diffusion.startup.plugin_settings import plugin_settings
+from vllm_diffusion.startup.unserved_models import (
+    check_other_model,
+    classes_of_code,
+    unserved_by_class,
+)
 from vllm_diffusion.weights.adapters.rules import UNREACHED
 from vllm_diffusion.weights.machine_fit import quantises_while_loading
 
@@ -130,6 +135,8 @@ def _unknown_architecture(config: dict[str, Any], names: ServedNames) -> str | N
                 "the tensors have the whole model's names, and start with --language-model-only."
             )
     known = ModelRegistry.get_supported_archs()
+    if (unserved := unserved_by_class(config)) is not None:
+        return unserved
     if model_type not in served or any(architecture in known for architecture in architectures):
         return None
     problem = f"config.json of the checkpoint has model_type={model_type!r} with architectures={architectures!r}"
@@ -209,6 +216,8 @@ def _looking(
         for name, is_set in EARLY_CONDITIONS.items():
             if is_set(self, model_config):
                 raise ValueError(refusal(name))
+    elif not model_config.is_diffusion:
+        check_other_model(model_config)
     if disables_window:
         model_config = stock(self)
     if is_ours or model_config.is_diffusion:
@@ -230,9 +239,7 @@ def _meant_architecture(
     overrides = arguments.hf_overrides or {}
     if not isinstance(overrides, Mapping) or "architectures" in overrides:
         return None
-    code = getattr(model_config.hf_config, "auto_map", None)
-    classes = code.values() if isinstance(code, Mapping) else ()
-    names = (str(path).rpartition(".")[2] for path in classes)
+    names = classes_of_code(getattr(model_config.hf_config, "auto_map", None))
     meant = next((by_code[name] for name in names if name in by_code), None)
     return None if meant == model_config.architecture else meant
 
