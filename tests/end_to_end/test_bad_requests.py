@@ -323,7 +323,7 @@ def test_log_of_refused_streams(server: Server) -> None:
     for i in range(20):
         bad = {"stream": True, "vllm_xargs": {"diffusion_max_step": i}}
         response = _complete(server, **bad) if i % 2 else _chat(server, "hi", **bad)
-        _assert_refused(response, "diffusion_max_step is not known")
+        _assert_refused(response, "diffusion_max_step is unknown")
     logged = server.log.read_text(errors="replace")[before:]
     assert "Traceback" not in logged
     assert logged.count(" refused (400, diffusion_max_step): ") == 20

@@ -7,10 +7,12 @@ import functools
 import numpy as np
 import pytest
 
+from attention_kernels.vocab_statistics import RowDraws, reference
 from tests.support.counters.device_waits import DeviceWaits
 from tests.support.engines.engine import TracedEngine
 from tests.support.models.checkpoints import random_checkpoint
 from tests.support.oracles.frames import EVERY_FIELD, Watched
+from vllm_diffusion.sampling import candidate_filters
 
 pytestmark = pytest.mark.engine
 
@@ -18,10 +20,20 @@ CANVAS = 32
 
 
 @pytest.fixture
-def guarded(tmp_path):
-    """Return an engine whose every call into the model state and the sampler is watched."""
+def guarded(tmp_path, monkeypatch):
+    """Return an engine whose every call into the model state and the sampler is watched.
+
+    It takes no shortcut by values that are there, as on a CPU, which is no device to wait for.
+    """
+    monkeypatch.setattr(RowDraws, "is_greedy", False)
+    monkeypatch.setattr(candidate_filters, "_likeliest", lambda *_: None)
+    monkeypatch.setattr(reference, "_noised", _noise_of_all)
     with TracedEngine(random_checkpoint(tmp_path), max_logprobs=-1) as engine:
         yield engine, *guard(engine)
+
+
+def _noise_of_all(x, is_kept, first_id, draws):
+    return x + draws.noise(x.shape[1], first_id)
 
 
 def guard(engine):

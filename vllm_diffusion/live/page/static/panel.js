@@ -143,7 +143,7 @@ export class Panel {
         text: visible(token),
         label: `Position ${i + 1}, ${JSON.stringify(token)}: entropy ${nats.toFixed(2)} nats, ` +
           `${isKept ? "kept" : "may still change"}${isSame ? "" : ", changed in this step"}` +
-          (this.endTokens.has(token) ? "; it ends the answer, and is no part of it" : ""),
+          (this.endTokens.has(token) ? "; it ends the answer, and is not part of it" : ""),
         heat: heat(nats),
         isKept,
         isChanged: !isSame,
