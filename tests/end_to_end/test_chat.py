@@ -91,5 +91,5 @@ def test_line_editing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with Server(fake_server.command("good"), report=lambda _: None) as running:
         entries = (b"> ", b"/rese\t\n"), (b"settings stay", b"x/nowhere\x01\x1b[3~\n")
-        entries += ((b"no command", b"\x1b[A\x1b[D\x1b[3~\n"), (b"/nowher is no", b"/quit\n"))
+        entries += ((b"not a command", b"\x1b[A\x1b[D\x1b[3~\n"), (b"/nowher is not", b"/quit\n"))
         terminal(running.url, running.api_key, *entries)
