@@ -32,7 +32,7 @@ def test_openai_client(server: Server) -> None:
 def test_body_of_an_editor(server: Server) -> None:
     """A stream of a body of minuet has text for the cursor, up to a stop string."""
     body = ASKED | {"prompt": "fox: xof, lamp: ", "suffix": ", ten: net", "max_tokens": 4}
-    body |= {"stream": True, "temperature": 0, "stop": ["a"]}
+    body |= {"stream": True, "temperature": 0, "seed": 1, "stop": ["a"]}
     lines = server.post("/v1/completions", body).text.splitlines()
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line[:7] == "data: {"]
     assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == "pm"
