@@ -164,7 +164,11 @@ class TestLive:
         file.write_bytes(file.read_bytes()[:-9])
         asked, pool = self.in_flight(live)
         # vLLM takes paths out of what it tells a client.
-        for folder, word in ((bad, NAME), (damaged, "truncated"), (tmp_path / "none", "not a folder")):
+        for folder, word in (
+            (bad, NAME),
+            (damaged, "truncated"),
+            (tmp_path / "none", "not a folder"),
+        ):
             for _ in range(2):
                 response = reload(live, folder)
                 assert response.status_code >= 400

@@ -203,7 +203,10 @@ def test_published_width_of_diffusion_gemma(tmp_path: Path) -> None:
     with torch.device("cpu"):
         model = DiffusionGemmaForBlockDiffusion(DiffusionGemmaConfig.from_pretrained(folder))
     randomize(model)
+    settings = folder / "generation_config.json"
+    kept = settings.read_text(encoding="utf-8")
     model.save_pretrained(folder)
+    settings.write_text(kept, encoding="utf-8")
     del model
     gc.collect()
     prompts = [gemma_prompt_of(length) for length in (30, text["sliding_window"] + 76)]
