@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +91,6 @@ def test_a_model_of_vllm(tmp_path: Path, vllm_log: pytest.LogCaptureFixture) -> 
     """Of a class that vLLM has itself nothing is said, whatever fields its file has."""
     fields = {"model_type": "qwen3", "mask_token_id": 7, "block_size": 4}
     folder = checkpoint(tmp_path, "Qwen3ForCausalLM", **fields)
-    shutil.rmtree(tmp_path / "code", ignore_errors=True)
     content = json.loads((tmp_path / "config.json").read_text())
     del content["auto_map"]
     (tmp_path / "config.json").write_text(json.dumps(content))
