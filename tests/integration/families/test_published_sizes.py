@@ -184,13 +184,15 @@ def test_published_width_of_dream(tmp_path: Path) -> None:
 
 def test_published_width_of_diffusion_gemma(tmp_path: Path) -> None:
     """Logits and tokens of DiffusionGemma are those of ``transformers``, on both sides of the
-    window, whose canvases of 256 positions it has too.
+    window, whose canvases of 256 positions it has too; with a quarter of its experts, so that both
+    fit into the memory of a small machine.
     """
     from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
     config = files_of("google/diffusiongemma-26B-A4B-it").config
     text = config["text_config"] | {
         "num_hidden_layers": 2,
+        "num_experts": 32,
         "layer_types": ["sliding_attention", "full_attention"],
         "dtype": "float32",
     }
