@@ -212,6 +212,8 @@ def test_forms(shipped: TracedEngine) -> None:
     forms = [LIST, {"type": "content", "content": LIST}, {"type": "content", "content": parts}]
     nothing = [None, "", {"type": "content", "content": ""}]
     prompt = asked(shipped, QUESTION)
+    # Afterwards the cache has the prompt for each of them.
+    shipped.outputs([prompt], [params(None)])
     outputs = shipped.outputs([prompt] * 6, [params(form) for form in forms + nothing])
     counts = [request_metrics(one.outputs[0]) for one in outputs]
     assert len({repr(one) for one in counts[:3]}) == 1

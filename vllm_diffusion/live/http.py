@@ -24,6 +24,7 @@ from vllm_diffusion.live.streamed_parser import following_whole_answers
 from vllm_diffusion.live.watch import Inbox, items_of
 from vllm_diffusion.metrics import ANSWER
 from vllm_diffusion.requests.arguments import TRACE, argument_names, parse_shown
+from vllm_diffusion.requests.client import CheckedClient
 from vllm_diffusion.requests.endpoints import (
     CheckedChat,
     CheckedChatBatch,
@@ -37,7 +38,6 @@ from vllm_diffusion.requests.endpoints import (
 )
 from vllm_diffusion.requests.http import (
     BoundedPrompts,
-    CheckedClient,
     SuffixesInCanvases,
     know_fields,
 )

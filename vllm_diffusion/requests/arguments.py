@@ -26,8 +26,6 @@ BOOST = PREFIX + "end_think_logit_boost"
 MOST_THOUGHT_END = 16
 # Tokens of the longest text that an answer is expected to resemble, which each canvas searches.
 MOST_PREDICTED = 8192
-# The text is the prompt.
-PROMPT = "prompt"
 # Key of ``extra_args`` that holds the struct. What a client sends under it is dropped.
 _PARSED = "vllm_diffusion"
 # Argument that asks for what each step of each canvas began from, and attribute of an output.
@@ -306,70 +304,6 @@ def parse_arguments(
         way=spec.ways.index(way),
         settings=settings,
     )
-
-
-def boosts_end(arguments: RequestArguments, spec: CanvasSpec) -> bool:
-    """Return true if a request has the end of its thought made likelier."""
-    settings = spec.all_settings(arguments.settings)
-    return bool(settings.get(BOOST.removeprefix(PREFIX)))
-
-
-def field_of(name: str, value: Any) -> str:
-    """Return the field in which a client has sent an argument, given without its prefix."""
-    # OpenAI's prediction is an object.
-    is_openai = name == "suffix" or (name == "prediction" and isinstance(value, Mapping))
-    return name if is_openai else PREFIX + name
-
-
-def predicted_text(sent: Any, field: str) -> str:
-    """Return the text that an answer is expected to resemble.
-
-    Args:
-        sent: A text or what OpenAI's ``prediction`` may be, a mapping.
-        field: Name of the client's field: in ``prediction`` there is no bare text.
-
-    Raises:
-        VLLMValidationError: Naming the field, if it is neither.
-    """
-    text = sent if field == PREFIX + "prediction" else None
-    if isinstance(sent, Mapping):
-        text = sent.get("content") if sent.get("type") == "content" else None
-    if isinstance(text, list) and all(
-        isinstance(part, Mapping) and part.get("type") == "text" for part in text
-    ):
-        parts = [part.get("text") for part in text]
-        text = "".join(parts) if all(isinstance(part, str) for part in parts) else None
-    if not isinstance(text, str):
-        refuse(
-            field,
-            'must be {"type": "content", "content": ...} with a text or a list of {"type": "text", "text": ...}; as '
-            f'diffusion_prediction also a text, or "{PROMPT}"; got {reprlib.repr(sent)}.',
-        )
-    return text
-
-
-def too_long_to_predict(num_tokens: int) -> str:
-    """Return what is said of a prediction of too many tokens, after its field."""
-    return (
-        f"has {num_tokens} tokens; each canvas searches them, and at most {MOST_PREDICTED} are taken. Send the part "
-        "that the answer is likely to repeat."
-    )
-
-
-def check_room(num_given: int, max_tokens: int, most: int) -> None:
-    """Refuse an answer that leaves no room for its suffix.
-
-    Args:
-        num_given: Tokens of the prompt in the answer's canvas.
-        max_tokens: Tokens of the answer.
-        most: Tokens of a canvas, or of the model's length where that is its canvas.
-    """
-    if num_given + max_tokens >= most:
-        refuse(
-            "suffix",
-            f"has no room: max_tokens={max_tokens}, {num_given} tokens of the prompt and at least one of the suffix must "
-            f"fit into {most} tokens, which this model writes at once. Lower max_tokens to about the length of the gap.",
-        )
 
 
 def check_watched(frame_interval: Any, num_answers: int) -> None:

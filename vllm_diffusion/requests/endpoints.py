@@ -28,11 +28,11 @@ from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.exceptions import VLLMValidationError
 
 from vllm_diffusion.requests.arguments import TRACE, WHERE_FRAMES_ARE, check_watched
+from vllm_diffusion.requests.client import noting_streams
 from vllm_diffusion.requests.constraint import read_constraint_aside
 from vllm_diffusion.requests.http import (
     DETAILS,
     check_fields,
-    noting_streams,
     num_answers,
     read_body,
 )

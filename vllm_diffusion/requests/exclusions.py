@@ -13,26 +13,17 @@ from typing import Any
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.rule import RULE
-from vllm_diffusion.requests.arguments import (
-    BOOST,
-    MOST_PREDICTED,
-    MOST_THOUGHT_END,
-    PREFIX,
-    RequestArguments,
-    boosts_end,
-    field_of,
-    too_long_to_predict,
-)
+from vllm_diffusion.requests.arguments import BOOST, PREFIX
 from vllm_diffusion.requests.bounds import Problem
+from vllm_diffusion.requests.checked_request import CheckedRequest
 from vllm_diffusion.requests.refusals import CONSTRAINT, clients_name
+from vllm_diffusion.requests.texts import field_of
 
 # Of log-probabilities that a server keeps until their tokens are emitted: room for each position of
 # each request's canvas, as wide as the widest request. A pass reports at most as many.
 MOST_LOGPROBS_BYTES = 2**30
 # A token id of 64 bits, and a float32.
 _BYTES_A_LOGPROB = 12
-# What ends a thought.
-THOUGHT_END = "</think>"
 # Values of fields that change nothing, where it is not None or an empty list.
 _NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 
@@ -110,15 +101,11 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
 )
 
 
-def asked(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> dict[str, Any]:
+def asked(request: CheckedRequest) -> dict[str, Any]:
     """Return what a request has set of the fields in the table, by the client's names; an unset
     field is false.
-
-    Args:
-        params: ``SamplingParams``.
-        arguments: Its arguments about canvases.
-        spec: Description of the server's canvases.
     """
+    params, arguments = request.params, request.arguments
     return {
         "min_tokens": params.min_tokens,
         "ignore_eos": params.ignore_eos,
@@ -136,43 +123,34 @@ def asked(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> dict[st
         "diffusion_canvas_length": arguments.canvas_length,
         "diffusion_step_map": arguments.shown.step_map,
         "diffusion_trace": arguments.shown.trace,
-        BOOST: boosts_end(arguments, spec),
+        BOOST: arguments.thought_end,
     }
 
 
-def excluded(
-    params: Any, arguments: RequestArguments, processor: Any, num_prompt: int
-) -> Iterator[Problem]:
-    """Find what a request must not ask for: beside something else, in its way, or on this server.
-
-    Args:
-        params: ``SamplingParams``, which vLLM has checked.
-        arguments: Its arguments about canvases.
-        processor: vLLM's ``InputProcessor``.
-        num_prompt: Tokens of its prompt.
+def excluded(request: CheckedRequest) -> Iterator[Problem]:
+    """Find what a request must not ask for: beside something else, in its way, or on this
+    server.
     """
-    spec = processor.model_config.diffusion.spec
-    yield from _refused_by_server(params, arguments, processor, num_prompt)
-    yield from _refused_by_way(params, arguments, spec)
-    yield from _pairs(params, arguments, spec)
-    yield from _unfit_values(params, arguments, spec)
+    yield from _refused_by_server(request)
+    yield from _refused_by_way(request)
+    yield from _pairs(request)
+    yield from _unfit_values(request)
 
 
-def _pairs(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> Iterator[Problem]:
+def _pairs(request: CheckedRequest) -> Iterator[Problem]:
     """Find the pairs of the table."""
-    has = asked(params, arguments, spec)
+    has = asked(request)
     for row in EXCLUSIONS:
-        if has[row.field] and has[row.other] and row.applies(spec):
+        if has[row.field] and has[row.other] and row.applies(request.spec):
             # A constraint is an object of Python's by now, and tokens are a client's text.
             value = has[row.field] if row.field in ("min_tokens", "ignore_eos") else None
             yield row.field, row.message, value
 
 
-def _refused_by_way(
-    params: Any, arguments: RequestArguments, spec: CanvasSpec
-) -> Iterator[Problem]:
+def _refused_by_way(request: CheckedRequest) -> Iterator[Problem]:
     """Find what the request's way cannot honour, where another one of the server may."""
-    way, chooses = spec.ways[arguments.way], spec.way_names is not None
+    params, spec, way = request.params, request.spec, request.way
+    chooses = spec.way_names is not None
     remedy = f'leave it out, or choose another {PREFIX}{RULE} than "{way.name}".'
     for field, reason in way.refused_fields.items():
         value = getattr(params, field)
@@ -201,35 +179,29 @@ def _refused_by_way(
             yield field_of(own, value), refused[own], value
 
 
-def _refused_by_server(
-    params: Any, arguments: RequestArguments, processor: Any, num_prompt: int
-) -> Iterator[Problem]:
+def _refused_by_server(request: CheckedRequest) -> Iterator[Problem]:
     """Find what a server has no means for, and what its model's blocks have no room for."""
-    model_config, thoughts = processor.model_config, processor.vllm_config.reasoning_config
+    thoughts = request.processor.vllm_config.reasoning_config
+    budget = request.params.thinking_token_budget
     # vLLM refuses it too, but within a stream and without the field.
-    if params.thinking_token_budget is not None and not (thoughts and thoughts.enabled):
+    if budget is not None and not (thoughts and thoughts.enabled):
         reason = (
             "needs to know where thoughts end: start the server with --reasoning-parser or "
             "--reasoning-config, or leave it out."
         )
-        yield "thinking_token_budget", reason, params.thinking_token_budget
-    if arguments.predicts_prompt and num_prompt > MOST_PREDICTED:
-        yield "prediction", too_long_to_predict(num_prompt), None
-    yield from _logprobs(params, model_config, processor.scheduler_config.max_num_seqs)
-    yield from _blocks(params, arguments, num_prompt, model_config)
+        yield "thinking_token_budget", reason, budget
+    yield from _logprobs(request)
+    yield from _blocks(request)
 
 
-def _unfit_values(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> Iterator[Problem]:
+def _unfit_values(request: CheckedRequest) -> Iterator[Problem]:
     """Find values that do not fit one another, or the request's own canvas."""
-    rule, settings = spec.ways[arguments.way].rule, spec.all_settings(arguments.settings)
-    if problem := rule.contradiction(settings):
+    params, arguments = request.params, request.arguments
+    if problem := request.way.rule.contradiction(request.settings):
         # Its settings contradict one another, or the server's for those that are left out.
         names, reason = problem
         name = next(name for name in names if name in arguments.settings)
         yield PREFIX + name, f"contradicts its other settings: {reason}.", None
-    if boosts_end(arguments, spec) and not 0 < len(arguments.thought_end) <= MOST_THOUGHT_END:
-        reason = f"needs a tokenizer in which {THOUGHT_END} is 1 to {MOST_THOUGHT_END} tokens; leave it out."
-        yield BOOST, reason, None
     allowed, brought = params.allowed_token_ids, arguments.seed_canvas or ()
     ends = {*params.all_stop_token_ids, *(params.stop_token_ids or ())}
     if params.min_tokens > 0 and allowed and ends.issuperset(allowed):
@@ -245,8 +217,8 @@ def _unfit_values(params: Any, arguments: RequestArguments, spec: CanvasSpec) ->
                 "does not list; add it there, or leave the position out."
             )
             yield "diffusion_pinned", reason, None
-    width = arguments.canvas_length or spec.length
-    if arguments.read_only and params.min_tokens > (most := min(params.max_tokens or width, width)):
+    most = min(params.max_tokens or request.width, request.width)
+    if arguments.read_only and params.min_tokens > most:
         reason = (
             f"must be at most {most}, the tokens that diffusion_read_only reads; got "
             f"{params.min_tokens}. Lower it, or leave it out."
@@ -254,37 +226,36 @@ def _unfit_values(params: Any, arguments: RequestArguments, spec: CanvasSpec) ->
         yield "min_tokens", reason, params.min_tokens
 
 
-def _logprobs(params: Any, model_config: Any, num_slots: int) -> Iterator[Problem]:
+def _logprobs(request: CheckedRequest) -> Iterator[Problem]:
     """Find more log-probabilities than the server has memory for until their tokens are emitted."""
-    num_top = params.logprobs or 0
+    sent, width = request.params.logprobs, request.spec.length
+    num_slots = request.processor.scheduler_config.max_num_seqs
+    num_top = sent or 0
     if num_top < 0:
-        num_top = model_config.get_vocab_size()
-    width = model_config.diffusion.spec.length
+        num_top = request.processor.model_config.get_vocab_size()
     # Besides the likeliest tokens there is the position's own.
     most = MOST_LOGPROBS_BYTES // (_BYTES_A_LOGPROB * num_slots * width) - 1
     if num_top > most:
         reason = (
             f"(top_logprobs) may be at most {most} on this server, which keeps them for {num_slots} "
             f"canvases of {width} tokens in {MOST_LOGPROBS_BYTES // 2**20} MiB; got "
-            f"{params.logprobs}. Lower it, or start the server with a lower --max-num-seqs."
+            f"{sent}. Lower it, or start the server with a lower --max-num-seqs."
         )
-        yield "logprobs", reason, params.logprobs
+        yield "logprobs", reason, sent
 
 
-def _blocks(
-    params: Any, arguments: RequestArguments, num_prompt: int, model_config: Any
-) -> Iterator[Problem]:
+def _blocks(request: CheckedRequest) -> Iterator[Problem]:
     """Find an answer of no whole blocks in a request that names their length, as LLaDA's loop
     refuses it.
 
     An answer of all that the model has room for is vLLM's default: the request did not set that
     length.
     """
-    layout, length = model_config.diffusion.spec.layout, arguments.settings.get("block_length")
-    most, max_tokens = model_config.max_model_len - num_prompt, params.max_tokens
+    length, max_tokens = request.arguments.settings.get("block_length"), request.params.max_tokens
+    most = request.processor.model_config.max_model_len - request.num_prompt
     if length is None or max_tokens is None or max_tokens >= most:
         return
-    if layout.has_whole_blocks and max_tokens % int(length):
+    if request.spec.layout.has_whole_blocks and max_tokens % int(length):
         reason = (
             f"must be a multiple of diffusion_block_length, {length}; got {max_tokens}. Leave diffusion_block_length "
             "out for an answer that is cut."

@@ -10,36 +10,23 @@ from __future__ import annotations
 import contextlib
 import copy
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import msgspec
 
-from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.requests import bounds
-from vllm_diffusion.requests.arguments import (
-    MOST_PREDICTED,
-    PREFIX,
-    PROMPT,
-    RequestArguments,
-    attach_arguments,
-    boosts_end,
-    check_room,
-    field_of,
-    parse_arguments,
-    predicted_text,
-    too_long_to_predict,
-    with_end_texts,
-)
+from vllm_diffusion.requests.arguments import PREFIX, parse_arguments, with_end_texts
 from vllm_diffusion.requests.bounds import Problem
+from vllm_diffusion.requests.checked_request import CheckedRequest
 from vllm_diffusion.requests.constraint import read_constraint
-from vllm_diffusion.requests.exclusions import THOUGHT_END, excluded
+from vllm_diffusion.requests.exclusions import excluded
 from vllm_diffusion.requests.greedy_filters import noted_filters
 from vllm_diffusion.requests.refusals import failing_aloud, refuse
-from vllm_diffusion.startup.plan import spec_of
+from vllm_diffusion.requests.texts import brought_tokens, check_vocabulary
 from vllm_diffusion.weights.adapters.early_checks import check_request
 
 
@@ -127,21 +114,20 @@ def admit(params: Any, processor: Any, prompt: Any, lora_request: Any = None) ->
         VLLMValidationError: Naming the field; the server answers 400.
     """
     model_config = processor.model_config
-    spec: CanvasSpec | None = model_config.diffusion.spec
     token_ids = (prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None) or ()
     with failing_aloud():
         check_request(lora_request, model_config)
-        _check_vocabulary(token_ids, model_config.get_vocab_size())
-        if spec is None:
+        check_vocabulary(token_ids, model_config.get_vocab_size())
+        if model_config.diffusion.spec is None:
             _refuse_first(_without_effect(params))
         else:
-            arguments = _completed(_read(params, processor), params, processor, token_ids)
-            _refuse_first(excluded(params, arguments, processor, len(token_ids)))
-            _freeze(params, arguments, spec)
+            request = _completed(_read(params, processor, len(token_ids)))
+            _refuse_first(excluded(request))
+            request.freeze()
         read_constraint(params.structured_outputs, processor.structured_outputs_config)
 
 
-def _read(params: Any, processor: Any) -> RequestArguments:
+def _read(params: Any, processor: Any, num_prompt: int) -> CheckedRequest:
     """Run vLLM's checks of what a request asks for, and read its arguments about canvases."""
     model_config = processor.model_config
     # First, so that ours read numbers and token ids of the vocabulary.
@@ -149,28 +135,21 @@ def _read(params: Any, processor: Any) -> RequestArguments:
         _NotDiffusion(model_config), processor.speculative_config, None, processor.tokenizer
     )
     _refuse_first(chain(_ignored(params), bounds.problems(params)))
-    return parse_arguments(
+    arguments = parse_arguments(
         params.extra_args,
         spec=model_config.diffusion.spec,
         vocab_size=model_config.get_vocab_size(),
         logprob_token_ids=params.logprob_token_ids,
     )
+    return CheckedRequest(params, arguments, num_prompt, processor)
 
 
-def _completed(
-    arguments: RequestArguments, params: Any, processor: Any, token_ids: Sequence[int]
-) -> RequestArguments:
-    """Return the arguments with what other fields and the prompt say of canvases."""
-    model_config, tokenizer = processor.model_config, processor.tokenizer
-    spec = model_config.diffusion.spec
-    way = spec.ways[arguments.way]
-    found = _prediction(params, processor)
-    found["suffix"] = _suffix(params, len(token_ids), processor)
-    if tokenizer is not None and boosts_end(arguments, spec):
-        found["thought_end"] = tuple(tokenizer.encode(THOUGHT_END, add_special_tokens=False))
-    if way.rule.judges_filtered:
-        found["judging_top_k"], found["judging_top_p"] = noted_filters(params)
-    return msgspec.structs.replace(arguments, **found)
+def _completed(request: CheckedRequest) -> CheckedRequest:
+    """Return a request with what other fields and the prompt say of its canvases."""
+    found = brought_tokens(request)
+    if request.way.rule.judges_filtered:
+        found["judging_top_k"], found["judging_top_p"] = noted_filters(request.params)
+    return replace(request, arguments=msgspec.structs.replace(request.arguments, **found))
 
 
 def _without_effect(params: Any) -> Iterator[Problem]:
@@ -204,151 +183,3 @@ def _ignored(params: Any) -> Iterator[Problem]:
         value = (params.extra_args or {}).get(name)
         if value is not None and not isinstance(value, Mapping):
             yield name, f"must be a mapping; got {reprlib.repr(value)}.", None
-
-
-def _freeze(params: Any, arguments: RequestArguments, spec: CanvasSpec) -> None:
-    """Give a request's parameters its arguments, for all code that follows, with the canvases of
-    its way, which are no wider than needed.
-
-    ``max_tokens`` and ``ignore_eos`` of a read-only request are set.
-    """
-    way, narrowed = spec.ways[arguments.way], {}
-    if way is not spec.ways[0]:
-        # A draft may be narrower than the server's canvases, and one token is one position.
-        width = (arguments.canvas_length or way.length) if way.denoises else way.length
-        narrowed = {"canvas_length": width, "max_steps": way.max_denoising_steps}
-    width = narrowed.get("canvas_length") or arguments.canvas_length or spec.length
-    if arguments.read_only:
-        # One canvas is the whole output, and an end token drawn into it does not end it early.
-        params.max_tokens = min(params.max_tokens or width, width)
-        params.ignore_eos = True
-    elif (
-        params.max_tokens is not None
-        and params.max_tokens < width
-        and arguments.seed_canvas is None
-        and not arguments.suffix
-        # What a masked model writes at a position depends on the masks after it.
-        and not spec.marks_undecided
-    ):
-        narrowed["canvas_length"] = params.max_tokens
-    attach_arguments(params, msgspec.structs.replace(arguments, **narrowed))
-
-
-# Tokens of texts that were made off the event loop.
-_made: ContextVar[Mapping[str, tuple[int, ...]]] = ContextVar("made_tokens")
-
-
-@contextlib.contextmanager
-def made_tokens(made: Mapping[str, tuple[int, ...]]) -> Iterator[None]:
-    """Within the block :func:`admit` takes the tokens of these texts as they are."""
-    token = _made.set(made)
-    try:
-        yield
-    finally:
-        _made.reset(token)
-
-
-def brought_texts(params: Any, processor: Any) -> list[str]:
-    """Return the texts that a request brings besides its prompt, and whose tokens it needs.
-
-    Args:
-        params: Its ``SamplingParams``, or another kind of parameters that brings none.
-        processor: vLLM's ``InputProcessor``.
-
-    Raises:
-        VLLMValidationError: Naming a field that cannot be made tokens.
-    """
-    extra_args = getattr(params, "extra_args", None) or {}
-    if spec_of(processor.model_config) is None:
-        return []
-    both = _suffix_text(extra_args, processor), _predicted_text(extra_args, processor)
-    return [text for text in both if text]
-
-
-def _suffix_text(extra_args: Mapping[str, Any], processor: Any) -> str:
-    """Return what follows a request's answer, cut at its far end to as much as can be in sight, so
-    that an editor may send all that follows its cursor; nothing for most requests.
-    """
-    text = extra_args.get(PREFIX + "suffix") or ""
-    if not isinstance(text, str):
-        refuse("suffix", f"must be text; got {reprlib.repr(text)}.")
-    if not text:
-        return ""
-    _check_tokenizer("suffix", processor.tokenizer)
-    return text[
-        : processor.model_config.diffusion.spec.length * processor.tokenizer.max_chars_per_token
-    ]
-
-
-def _predicted_text(extra_args: Mapping[str, Any], processor: Any) -> str:
-    """Return the text that an answer is expected to resemble; nothing for most requests, and where
-    it is the prompt.
-    """
-    sent = extra_args.get(PREFIX + "prediction")
-    if sent is None or sent == PROMPT:
-        return ""
-    field = field_of("prediction", sent)
-    if not (text := predicted_text(sent, field)):
-        return ""
-    _check_tokenizer(field, processor.tokenizer)
-    # Before it takes the tokenizer any time.
-    if len(text) > (most := MOST_PREDICTED * processor.tokenizer.max_chars_per_token):
-        refuse(field, f"has {len(text)} characters; this model takes at most {most}. Send less.")
-    return text
-
-
-def _check_tokenizer(field: str, tokenizer: Any) -> None:
-    if tokenizer is None:
-        refuse(field, "needs a tokenizer, which this server was started without; leave it out.")
-
-
-def _suffix(params: Any, num_prompt: int, processor: Any) -> tuple[int, ...]:
-    """Return the token ids of what follows a request's answer, as many as are in sight while the
-    answer is written.
-    """
-    text = _suffix_text(params.extra_args or {}, processor)
-    if not text:
-        return ()
-    model_config = processor.model_config
-    spec, tokens = model_config.diffusion.spec, _tokens("suffix", text, processor)
-    num_given = spec.num_given(num_prompt)
-    most = min(spec.length, num_given + model_config.max_model_len - num_prompt)
-    max_tokens = most if params.max_tokens is None else params.max_tokens
-    check_room(num_given, max_tokens, most)
-    return tokens[: most - num_given - max_tokens]
-
-
-def _prediction(params: Any, processor: Any) -> dict[str, Any]:
-    """Return the arguments for a text that an answer is expected to resemble; none of most
-    requests.
-    """
-    sent = (params.extra_args or {}).get(PREFIX + "prediction")
-    text = _predicted_text(params.extra_args or {}, processor)
-    if not text:
-        return {"predicts_prompt": sent == PROMPT}
-    field = field_of("prediction", sent)
-    tokens = _tokens(field, text, processor)
-    if len(tokens) > MOST_PREDICTED:
-        refuse(field, too_long_to_predict(len(tokens)))
-    return {"prediction": tokens}
-
-
-def _tokens(field: str, text: str, processor: Any) -> tuple[int, ...]:
-    """Return the token ids of a text of a request other than its prompt."""
-    tokens = _made.get({}).get(text)
-    if tokens is None:
-        tokens = tuple(processor.tokenizer.encode(text, add_special_tokens=False))
-    _check_vocabulary(tokens, processor.model_config.get_vocab_size(), field)
-    return tokens
-
-
-def _check_vocabulary(token_ids: Sequence[int], vocab_size: int, field: str = "prompt") -> None:
-    """Refuse a token that a checkpoint's tokenizer has and its model has not: looking it up ends
-    the engine.
-    """
-    if token_ids and (most := max(token_ids)) >= vocab_size:
-        refuse(
-            field,
-            f"holds the token id {most}, which is out of this model's vocabulary of {vocab_size} tokens (a tokenizer "
-            "may have more than its model); leave out that token or its text.",
-        )
