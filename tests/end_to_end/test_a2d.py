@@ -14,7 +14,7 @@ from tests.support.families import makers as tiny
 from tests.support.families.cases import CASES, Wanted, expected, mdlm_case
 from tests.support.families.model import prompt_of
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SERVED = {
     "mdlm": CASES["mdlm"],
@@ -25,10 +25,7 @@ SERVED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name == "mdlm" else pytest.mark.slow) for name in SERVED],
-)
+@pytest.mark.parametrize("name", SERVED)
 def test_completions(name: str, tmp_path: Path) -> None:
     """Requests that are sent at once get the tokens of the publisher's loop, streamed or whole."""
     case = SERVED[name]

@@ -4,31 +4,40 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
 from attention_kernels.checks import Checked
-from vllm_diffusion.attention.backend import LayerKind
 from vllm_diffusion.cli import kernel_checks
 from vllm_diffusion.cli.kernel_cases import TILE, KernelCase, Served, few_tiles
 from vllm_diffusion.cli.kernel_checks import outcome_of, outcomes
-from vllm_diffusion.sampling.vocabulary_stream import TILE_ON_GPU
 
-KIND = LayerKind(2, 1, 32, -1, "auto")
-SERVED = Served((KIND,), 8, 300, 16, None, "float32", max_model_len=40)
+
+@pytest.fixture
+def served() -> Served:
+    """Return what a configuration of one kind of layers serves.
+
+    The engine is imported here and not above: processes of the checks import this file.
+    """
+    from vllm_diffusion.attention.backend import LayerKind
+
+    kind = LayerKind(2, 1, 32, -1, "auto")
+    return Served((kind,), 8, 300, 16, None, "float32", max_model_len=40)
 
 
 def crashes_for_noise(case: KernelCase, device: torch.device) -> Checked:
     """Run a case, except that the check of the noise ends its process."""
+    assert "vllm" not in sys.modules
     if case.kernel == "noise":
         os.kill(os.getpid(), signal.SIGSEGV)
     return kernel_checks.run_case(case, device)
 
 
 def test_the_process_itself() -> None:
-    """Cases run one after another, and a crash is a fault after which a new process goes on."""
+    """Cases run one after another without the engine, and a new process goes on after a crash."""
     cases = [KernelCase(kernel, "", "PyTorch") for kernel in ("device", "noise", "device")]
     found = [outcome for _, outcome in outcomes(cases, "cpu", crashes_for_noise)]
     assert [outcome.state for outcome in found] == ["right", "wrong", "right"]
@@ -59,11 +68,11 @@ def test_outcomes(error: Exception, state: str, is_last: bool) -> None:
     assert "\n" not in found.why
 
 
-def test_kernels_that_are_checked() -> None:
+def test_kernels_that_are_checked(served: Served) -> None:
     """Each implementation of a kernel is checked, with and without spans, within the context."""
-    served = replace(SERVED, spans=(0, 8))
+    served = replace(served, spans=(0, 8))
     cases = list(served.cases())
-    attention = f"attention of {KIND.name}"
+    attention = f"attention of {served.kinds[0].name}"
     assert [case.name for case in cases] == [
         "device, PyTorch",
         "noise, PyTorch",
@@ -84,13 +93,13 @@ def test_kernels_that_are_checked() -> None:
 @pytest.mark.parametrize(
     ("setting", "impl"), [("auto", "triton"), ("cute", "cute"), ("reference", "reference")]
 )
-def test_kernels_that_serve(setting: str, impl: str) -> None:
+def test_kernels_that_serve(setting: str, impl: str, served: Served) -> None:
     """Of the attention implementations only the one that the setting chooses serves."""
-    served = replace(SERVED, attention=setting)
+    served = replace(served, attention=setting)
     assert {case.name for case in served.cases() if served.serves(case)} == {
         "device, PyTorch",
         "noise, PyTorch",
-        f"attention of {KIND.name}, {impl}",
+        f"attention of {served.kinds[0].name}, {impl}",
         "statistics, triton",
         "kept rows, triton",
     }
@@ -102,6 +111,8 @@ def test_kernels_that_serve(setting: str, impl: str) -> None:
 )
 def test_few_tiles(num_ids: int, few: int) -> None:
     """The small vocabulary has the same remainder in the last tile, on which Triton specializes."""
+    from vllm_diffusion.sampling.vocabulary_stream import TILE_ON_GPU
+
     assert few_tiles(num_ids) == few
     assert (num_ids - few) % TILE == 0
     assert TILE_ON_GPU % TILE == 0

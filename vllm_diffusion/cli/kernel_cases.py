@@ -1,4 +1,7 @@
-"""Cases that check the kernels of a configuration, each on small inputs of the served shapes."""
+"""Cases that check the kernels of a configuration, each on small inputs of the served shapes.
+
+The process that runs the cases imports this file, and needs nothing of the engine.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from attention_kernels.checks import AttentionShape, RowsShape
-from vllm_diffusion.attention.backend import LayerKind
 from vllm_diffusion.decoding.layouts import span_variants
-from vllm_diffusion.startup.plan import DiffusionPlan
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from attention_kernels.canvas_attention import Impl
+    from vllm_diffusion.attention.backend import LayerKind
+    from vllm_diffusion.startup.plan import DiffusionPlan
 
 Kernel = Literal["device", "noise", "attention", "statistics", "kept rows"]
 # Tokens before a canvas: keys in one piece, and cut into splits. Longer ones repeat the same loop.
@@ -155,6 +158,8 @@ class Served:
 
 def published_26b() -> Served:
     """Describe DiffusionGemma-26B on one GPU: its two kinds of layers, and its canvases."""
+    from vllm_diffusion.attention.backend import LayerKind
+
     return Served(
         kinds=(LayerKind(16, 8, 256, 1023, "auto"), LayerKind(16, 2, 512, -1, "auto")),
         canvas_length=256,
@@ -177,6 +182,8 @@ def few_tiles(num_ids: int) -> int:
 
 def _layer_kinds(vllm_config: VllmConfig) -> Iterator[LayerKind]:
     """Yield the kinds of attention layers of a rank, each once, from the checkpoint's numbers."""
+    from vllm_diffusion.attention.backend import LayerKind
+
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     text_config, architecture = model.hf_text_config, model.model_arch_config
     types = getattr(text_config, "layer_types", None) or []

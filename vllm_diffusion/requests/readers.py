@@ -76,7 +76,7 @@ class _Reader:
             except IndexError:
                 reader = cls._start()
             with contextlib.suppress(OSError):
-                reader._connection.send(None)
+                reader._connection.send(MOST_SECONDS)
                 return reader
             reader.end()
 
@@ -205,11 +205,11 @@ def _answer(connection: Connection) -> None:
     with contextlib.suppress(EOFError, OSError):
         while True:
             question = connection.recv()
-            if question is None:
-                _limit_seconds(MOST_SECONDS)
+            if isinstance(question, int):
+                _limit_seconds(most := question)
             else:
                 if question[0] == EBNF:
-                    _import_xgrammar()
+                    _import_xgrammar(most)
                 with _ending_with_client(connection):
                     problem = compile_problem(*question)
                 connection.send(problem)
@@ -235,12 +235,12 @@ def _ending_with_client(connection: Connection) -> Iterator[None]:
 
 
 @functools.cache
-def _import_xgrammar() -> None:
+def _import_xgrammar(most: int) -> None:
     """Import xgrammar, which imports PyTorch, at no cost of the request that comes first."""
     _limit_seconds(_IMPORT_SECONDS)
     import xgrammar  # noqa: F401
 
-    _limit_seconds(MOST_SECONDS)
+    _limit_seconds(most)
 
 
 def _limit_seconds(most: int) -> None:

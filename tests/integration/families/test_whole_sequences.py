@@ -103,12 +103,10 @@ def test_no_room_for_whole_blocks(tmp_path: Path, family: str, is_asynchronous: 
         {"strategy": "random", "steps": 12},
         {"threshold": 0.2, "temperature": 0.6},
     ]
-    prompts = [prompt_of(length, seed=3 * length) for length, _ in lengths for _ in settings]
-    wanted = [
-        Wanted(max_tokens=max_tokens, seed=i, **own)
-        for _, max_tokens in lengths
-        for i, own in enumerate(settings)
-    ]
+    # Each length has two settings, and each setting at least three lengths.
+    pairs = [(pair, (i + j) % len(settings)) for i, pair in enumerate(lengths) for j in (0, 2)]
+    prompts = [prompt_of(length, seed=3 * length) for (length, _), _ in pairs]
+    wanted = [Wanted(max_tokens=max_tokens, seed=i, **settings[i]) for (_, max_tokens), i in pairs]
     options = {"max_model_len": most, "max_num_seqs": 8, "async_scheduling": is_asynchronous}
     with TracedEngine(model.save(tmp_path), **case.options, **options) as engine:
         outputs = engine.outputs(prompts, [one.sampling_params() for one in wanted])

@@ -19,6 +19,7 @@ from vllm.config import StructuredOutputsConfig
 from vllm.exceptions import RetryableRequestError, VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
+from vllm_diffusion.requests import readers
 from vllm_diffusion.requests.constraint import read_constraint, read_constraint_aside
 from vllm_diffusion.requests.json_schema import SchemaError, guided_schema
 from vllm_diffusion.requests.readers import GIVEN_UP, Reading, _Reader, compiling_problem
@@ -27,6 +28,12 @@ from vllm_diffusion.requests.tool_calls import leaf_values
 from vllm_diffusion.requests.tool_calls.read_tools import ANY_TOOL, read_tools
 
 CONFIG = StructuredOutputsConfig()
+
+
+@pytest.fixture
+def a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a reading compile for a second; what does not end shows the same with the default."""
+    monkeypatch.setattr(readers, "MOST_SECONDS", 1)
 
 
 def joined_patterns(count: int) -> dict[str, Any]:
@@ -41,6 +48,7 @@ def patterns_of_names(count: int) -> dict[str, Any]:
     return {"type": "object", "patternProperties": {name: {"type": "null"} for name in names}}
 
 
+@pytest.mark.usefixtures("a_second")
 @pytest.mark.parametrize("schema", [joined_patterns(40), patterns_of_names(1500)])
 def test_endless_schema(schema: dict[str, Any]) -> None:
     """A schema that takes for ever is refused with the limit, and the next one is read."""
@@ -65,6 +73,7 @@ def test_no_process_for_a_constraint(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(read_constraint_aside(constraint, CONFIG))
 
 
+@pytest.mark.usefixtures("a_second")
 def test_one_limit_for_a_request() -> None:
     """All that a request has compiled has one limit: beyond it nothing more is compiled."""
     endless = json.dumps(joined_patterns(40))
@@ -79,6 +88,7 @@ EBNF = "root ::= " + "[^a-z]*" * 4000
 TAG = json.dumps({"format": {"type": "json_schema", "json_schema": joined_patterns(40)}})
 
 
+@pytest.mark.usefixtures("a_second")
 @pytest.mark.parametrize(
     "constraint",
     [
