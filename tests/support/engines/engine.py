@@ -144,9 +144,45 @@ class TracedEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def in_use(self) -> dict[str, int]:
+        """Count whatever a request occupies while it runs, in the scheduler and in the runner."""
+        scheduler, runner = self.scheduler, self.runner
+        pool = scheduler.kv_cache_manager.block_pool
+        found = {
+            "requests": len(scheduler.requests),
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            # One block is never handed out.
+            "blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+            "front end": self.llm.llm_engine.get_num_unfinished_requests(),
+        }
+        if hasattr(scheduler, "constraints"):
+            found["constraints"] = len(scheduler.constraints)
+            found["held log-probabilities"] = len(scheduler.prompt_logprobs)
+        if runner:
+            found["runner rows"] = len(runner.req_states.req_id_to_index)
+            if (slots := getattr(runner.model_state, "slots", None)) is not None:
+                found["slots"] = len(runner.model_state._slot_of_request)
+                found["allowed ids"] = len(slots.features.allowed_ids)
+                found["viewed slots"] = len(slots.features.viewed)
+                adjustments = runner.sampler.adjustments
+                found["adjusted slots"] = len(adjustments._listed) + len(adjustments._penalised)
+        return found
+
+    def check_integrity(self) -> None:
+        """Fail if requests that are over have left something; not where some are not."""
+        core = self.llm.llm_engine
+        if core.has_unfinished_requests():
+            return
+        # The runner hears of a request's end with the next pass.
+        core.step()
+        left = {name: number for name, number in self.in_use().items() if number}
+        assert not left, left
+
     def close(self) -> None:
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
+        self.check_integrity()
         with mock.patch.object(gc, "unfreeze"):
             self.llm.llm_engine.engine_core.shutdown()
             del self.llm, self.runner, self.scheduler
