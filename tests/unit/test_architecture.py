@@ -1,10 +1,18 @@
-"""Imports follow docs/develop/architecture.md: only to lower floors, and never in a circle."""
+"""Imports follow docs/develop/architecture.md, only to lower floors and never in a circle, and a
+folder has no more code than pyproject.toml lets it have.
+"""
 
 from __future__ import annotations
 
 import re
+import tomllib
 
-from tests.support.house import ROOT, arrows, circles
+import pytest
+
+from tests.support.house import ROOT, arrows, circles, code_lines
+
+with (ROOT / "pyproject.toml").open("rb") as file:
+    MOST_CODE_LINES = tomllib.load(file)["tool"]["vllm-diffusion"]["most-code-lines"]
 
 
 def floors() -> list[list[str]]:
@@ -25,3 +33,18 @@ def test_imports_point_down() -> None:
 def test_no_circles() -> None:
     """No files import one another, not even for type checkers."""
     assert not circles()
+
+
+@pytest.mark.parametrize("folder", MOST_CODE_LINES)
+def test_no_more_code_than_allowed(folder: str) -> None:
+    """A folder has at most the lines of code of its ceiling; a commit that raises one says why."""
+    assert code_lines(folder) <= MOST_CODE_LINES[folder]
+
+
+def test_each_folder_has_a_ceiling() -> None:
+    """No folder of the package or of the tests is left out."""
+    below = (path for top in ("vllm_diffusion", "tests") for path in (ROOT / top).glob("*/"))
+    with_code = {
+        str(path.relative_to(ROOT)) for path in below if code_lines(str(path.relative_to(ROOT)))
+    }
+    assert with_code <= set(MOST_CODE_LINES)
