@@ -15,7 +15,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm_diffusion.requests.constraint import read_constraint_aside
 from vllm_diffusion.requests.refusals import failing_aloud
 from vllm_diffusion.requests.texts import brought_texts, made_tokens
-from vllm_diffusion.requests.validation import admit, giving_pictures_back
+from vllm_diffusion.requests.validation import admit
 from vllm_diffusion.startup.plan import spec_of
 
 # Requests of streams that an endpoint is about to begin.
@@ -54,17 +54,15 @@ class CheckedClient(AsyncLLM):
         Raises:
             VLLMValidationError: Naming the field.
         """
-        with giving_pictures_back(self.renderer, prompt):
-            async with self._read_aside(params):
-                if spec_of(self.model_config) is not None:
-                    admit(params.clone(), self.input_processor, prompt, lora_request)
+        async with self._read_aside(params):
+            if spec_of(self.model_config) is not None:
+                admit(params.clone(), self.input_processor, prompt, lora_request)
 
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        with giving_pictures_back(self.renderer, prompt):
-            async with self._read_aside(params):
-                return await super().add_request(request_id, prompt, params, *args, **kwargs)
+        async with self._read_aside(params):
+            return await super().add_request(request_id, prompt, params, *args, **kwargs)
 
     @contextlib.asynccontextmanager
     async def _read_aside(self, params: Any) -> AsyncIterator[None]:

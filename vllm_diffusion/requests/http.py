@@ -35,6 +35,7 @@ from vllm_diffusion.requests import bounds, spellings
 from vllm_diffusion.requests.arguments import PREFIX, PUBLISHED_NAMES
 from vllm_diffusion.requests.bodies import BodyError, BodyReader, discarding
 from vllm_diffusion.requests.first_errors import stop_at_first_errors
+from vllm_diffusion.requests.pictures import note_prepared, serve_giving_back
 from vllm_diffusion.requests.refusals import (
     CONSTRAINT,
     note_constraint,
@@ -242,7 +243,7 @@ class BoundedBodies:
             await _refuse_body(refusal, scope, receive, send)
             return
         if body is not None:
-            await self._app(scope, _replaying(body, receive), send)
+            await serve_giving_back(self._app, scope, _replaying(body, receive), send)
 
     async def _checked(self, headers: dict[bytes, bytes], receive: Any) -> bytes | None:
         """Read a body and check it; return ``None`` if its client has left."""
@@ -468,6 +469,11 @@ class BoundedPrompts(BaseRenderer):
                 side = params.truncation_side or getattr(tokenizer, "truncation_side", "left")
                 prompt = {**prompt, "prompt": text[-most:] if side == "left" else text[:most]}
         return await super().tokenize_prompt_async(prompt, params)
+
+    async def _process_tokens_async(self, prompt: Any, **kwargs: Any) -> Any:
+        prepared = await super()._process_tokens_async(prompt, **kwargs)
+        note_prepared(self, prepared)
+        return prepared
 
 
 class SuffixesInCanvases(BoundedPrompts):

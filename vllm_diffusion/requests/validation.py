@@ -7,7 +7,6 @@ and, for a transfer that does not fit, the scheduler.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import reprlib
 from collections.abc import Iterator, Mapping
@@ -25,6 +24,7 @@ from vllm_diffusion.requests.checked_request import CheckedRequest
 from vllm_diffusion.requests.constraint import read_constraint
 from vllm_diffusion.requests.exclusions import excluded
 from vllm_diffusion.requests.greedy_filters import noted_filters
+from vllm_diffusion.requests.pictures import giving_pictures_back
 from vllm_diffusion.requests.refusals import failing_aloud, refuse
 from vllm_diffusion.requests.texts import brought_tokens, check_vocabulary
 from vllm_diffusion.weights.adapters.early_checks import check_request
@@ -65,26 +65,6 @@ def _checking_canvases(
         # Both of vLLM's engines give it by name.
         admit(params, self, prompt, kwargs.get("lora_request"))
         return stock(unaware, request_id, prompt, params, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def giving_pictures_back(renderer: Any, prompt: Any) -> Iterator[None]:
-    """Have a request that fails in the block leave no picture that is believed to be with the
-    engine: the next request with the same picture would not send it.
-
-    Args:
-        renderer: vLLM's renderer, which keeps what was prepared.
-        prompt: The request's prompt; rendered, it names its pictures.
-    """
-    try:
-        yield
-    # Also where the client has left.
-    except BaseException:
-        hashes = prompt.get("mm_hashes", {}) if isinstance(prompt, Mapping) else {}
-        renderer.queue_mm_cache_invalidations(
-            [mm_hash for of_kind in hashes.values() for mm_hash in of_kind]
-        )
-        raise
 
 
 class _NotDiffusion:
