@@ -6,6 +6,7 @@ import contextlib
 import os
 import pty
 import re
+import select
 import signal
 import struct
 import subprocess
@@ -28,6 +29,14 @@ def command(url: str) -> list[str]:
     return [sys.executable, "-m", "vllm_diffusion.cli.main", "chat", "--url", url]
 
 
+def read_more(leader: int, process: subprocess.Popen[bytes]) -> bytes:
+    """Read what a terminal gets next; nothing for a minute ends its program, and fails."""
+    if not select.select([leader], [], [], 60)[0]:
+        process.kill()
+        pytest.fail("the terminal got nothing more")
+    return os.read(leader, 65536)
+
+
 def terminal(url: str, key: str, *entries: tuple[bytes, bytes | signal.Signals]) -> str:
     """Return what a terminal of forty columns got, with each entry typed once a text is there."""
     leader, follower = pty.openpty()
@@ -44,7 +53,7 @@ def terminal(url: str, key: str, *entries: tuple[bytes, bytes | signal.Signals])
     shown = b""
     for awaited, entry in entries:
         while awaited not in shown:
-            shown += os.read(leader, 65536)
+            shown += read_more(leader, process)
         if isinstance(entry, signal.Signals):
             process.send_signal(entry)
         else:
@@ -52,7 +61,7 @@ def terminal(url: str, key: str, *entries: tuple[bytes, bytes | signal.Signals])
     # A terminal whose program has ended cannot be read.
     with contextlib.suppress(OSError):
         while True:
-            shown += os.read(leader, 65536)
+            shown += read_more(leader, process)
     os.close(leader)
     assert process.wait(10) == 0
     return shown.decode()
