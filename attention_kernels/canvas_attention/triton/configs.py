@@ -22,7 +22,8 @@ class TritonConfig:
 # Chosen without a GPU, from what the compiler reports (`python tests/kernels/test_ahead_of_time.py
 # sm_90`): the fewest estimated cycles a key, issued or of tensor cores, within the chip's shared
 # memory and without spills (that file names one that spills, with a shorter loop). Keyed by chip,
-# then by the padded head size; smaller heads take the entry of 64.
+# then by the padded head size; smaller heads take the entry of 64. CONFIGS.md has the counts for
+# 512.
 _CONFIGS = {
     # 163 KB of shared memory.
     "sm_80": {
