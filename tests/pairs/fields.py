@@ -129,10 +129,6 @@ def _allowed(sent: Mapping[str, Any], choice: Choice, answer: Answer) -> str:
     return _said(bool(others), f"{others} are not allowed")
 
 
-def _words(sent: Mapping[str, Any], choice: Choice, answer: Answer) -> str:
-    return _said(BANNED in choice.ids, f"{BANNED} stands in {choice.ids}")
-
-
 def _schema(sent: Mapping[str, Any], choice: Choice, answer: Answer) -> str:
     if choice.finish != "stop" or "stop" in sent or "stop_token_ids" in sent:
         return ""
@@ -336,6 +332,9 @@ def fields_of(canvas: int) -> list[Field]:
                 ),
             ),
         ),
+        # Refused alone where the server serves in order, and by models without presets.
+        one("priority", 1),
+        one("diffusion_preset", "fast"),
         one("diffusion_max_steps", 3),
         one("diffusion_canvas_length", canvas // 2),
         Field(
