@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, ClassVar
 
 from vllm_diffusion.decoding.layouts import WholeSequence
-from vllm_diffusion.startup.engine_config import MaskedEngineConfig
+from vllm_diffusion.startup.masked_models import MaskedEngineConfig
 from vllm_diffusion.startup.pass_limits import FEWEST
 from vllm_diffusion.startup.plan import plan_of
 

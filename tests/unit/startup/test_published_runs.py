@@ -6,7 +6,7 @@ import pytest
 
 from vllm_diffusion.families.registry import FAMILIES
 from vllm_diffusion.plugin import imported
-from vllm_diffusion.startup.engine_config import MaskedEngineConfig
+from vllm_diffusion.startup.masked_models import MaskedEngineConfig
 from vllm_diffusion.startup.published_runs import (
     NEUTRAL,
     published_loop,

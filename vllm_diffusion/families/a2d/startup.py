@@ -37,7 +37,8 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from vllm_diffusion.decoding.layouts import BlockAfterPrompt, ShiftedSequence
 from vllm_diffusion.decoding.reveal import Reveal
 from vllm_diffusion.decoding.reveal_in_blocks import RevealInBlocks
-from vllm_diffusion.startup.engine_config import MaskedEngineConfig, PublishedRule
+from vllm_diffusion.startup.engine_config import PublishedRule
+from vllm_diffusion.startup.masked_models import MaskedEngineConfig
 from vllm_diffusion.startup.whole_sequences import WholeSequenceEngineConfig
 from vllm_diffusion.weights.tensor_rules import BodyTensors, TensorRules
 

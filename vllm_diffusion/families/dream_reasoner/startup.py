@@ -32,7 +32,8 @@ from huggingface_hub.dataclasses import strict
 from transformers import Qwen3Config
 
 from vllm_diffusion.decoding.reveal import Reveal
-from vllm_diffusion.startup.engine_config import MaskedEngineConfig, PublishedRule
+from vllm_diffusion.startup.engine_config import PublishedRule
+from vllm_diffusion.startup.masked_models import MaskedEngineConfig
 from vllm_diffusion.weights.tensor_rules import BodyTensors, TensorRules
 
 if TYPE_CHECKING:

@@ -30,7 +30,8 @@ from transformers import Qwen2Config
 
 from vllm_diffusion.decoding.layouts import ShiftedBlock
 from vllm_diffusion.decoding.reveal import Reveal
-from vllm_diffusion.startup.engine_config import MaskedEngineConfig, PublishedRule
+from vllm_diffusion.startup.engine_config import PublishedRule
+from vllm_diffusion.startup.masked_models import MaskedEngineConfig
 from vllm_diffusion.weights.tensor_rules import BodyTensors, TensorRules
 
 

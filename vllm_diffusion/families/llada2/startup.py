@@ -41,7 +41,8 @@ from transformers import PretrainedConfig
 from vllm_diffusion.decoding.levenshtein import Levenshtein
 from vllm_diffusion.decoding.reveal import Reveal, RevealAndEdit
 from vllm_diffusion.decoding.rule import INT32_MAX, Setting
-from vllm_diffusion.startup.engine_config import MaskedEngineConfig, PublishedRule
+from vllm_diffusion.startup.engine_config import PublishedRule
+from vllm_diffusion.startup.masked_models import MaskedEngineConfig
 from vllm_diffusion.startup.plugin_settings import OPTION, PluginSettings
 from vllm_diffusion.weights.tensor_rules import Shape, TensorRules
 

@@ -33,7 +33,8 @@ from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionCon
 
 from vllm_diffusion.decoding.layouts import BlockAfterPrompt
 from vllm_diffusion.decoding.reveal import Reveal
-from vllm_diffusion.startup.engine_config import MaskedEngineConfig, PublishedRule
+from vllm_diffusion.startup.engine_config import PublishedRule
+from vllm_diffusion.startup.masked_models import MaskedEngineConfig
 from vllm_diffusion.weights.tensor_rules import BodyTensors, Shape, TensorRules
 
 if TYPE_CHECKING:

@@ -36,7 +36,8 @@ from vllm_diffusion.decoding.layouts import SeededBlock, VerifiedDraft
 from vllm_diffusion.decoding.reveal import LinearSpec, Reveal
 from vllm_diffusion.decoding.rule import AUTOREGRESSIVE, FLOAT32_MAX, Setting
 from vllm_diffusion.families.nemotron.draft_lora import FOLDER, find_draft_lora
-from vllm_diffusion.startup.engine_config import MaskedEngineConfig, PublishedRule
+from vllm_diffusion.startup.engine_config import PublishedRule
+from vllm_diffusion.startup.masked_models import MaskedEngineConfig
 from vllm_diffusion.startup.plan import spec_of
 from vllm_diffusion.startup.plugin_settings import OPTION
 from vllm_diffusion.weights.tensor_rules import BodyTensors, TensorRules

@@ -31,7 +31,8 @@ from typing import TYPE_CHECKING, ClassVar
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from vllm_diffusion.decoding.reveal import Reveal
-from vllm_diffusion.startup.engine_config import MaskedEngineConfig, PublishedRule
+from vllm_diffusion.startup.engine_config import PublishedRule
+from vllm_diffusion.startup.masked_models import MaskedEngineConfig
 from vllm_diffusion.startup.plugin_settings import OPTION, PluginSettings
 from vllm_diffusion.weights.tensor_rules import BodyTensors, TensorRules
 from vllm_diffusion.weights.weight_files import checkpoint_file

@@ -20,7 +20,8 @@ from __future__ import annotations
 from functools import partial
 
 from vllm_diffusion.decoding.reveal import Reveal
-from vllm_diffusion.startup.engine_config import MaskedEngineConfig, PublishedRule
+from vllm_diffusion.startup.engine_config import PublishedRule
+from vllm_diffusion.startup.masked_models import MaskedEngineConfig
 from vllm_diffusion.weights.tensor_rules import BodyTensors, TensorRules
 
 
