@@ -1,9 +1,13 @@
 """Tokens a second and passes of LLaDA's layers, with the publisher's own loop on the same weights.
 
     VLLM_DIFFUSION_PUBLISHERS=FOLDER python benchmarks/bench_whole_sequences.py
+    VLLM_DIFFUSION_PUBLISHERS=FOLDER python benchmarks/bench_whole_sequences.py --peer dlmserve \\
+        --peer-python PATH
 
 FOLDER is that of ``tests/publishers``. The weights are random, and the answers are compared.
-Requests are alike in length, so that the publisher's batch has no padding.
+Requests are alike in length, so that the publisher's batch has no padding. With ``--peer`` two
+servers are asked over HTTP on one core; PATH is a Python with dlmserve 0.1.1, transformers 4.53.3
+and torch.
 """
 
 from __future__ import annotations
@@ -38,7 +42,21 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--block-length", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peer", choices=("dlmserve",), help="a server beside ours")
+    parser.add_argument("--peer-python", type=Path, help="its Python")
+    parser.add_argument("--steps", nargs="+", type=int, default=[32, 128], help="with --peer")
     args = parser.parse_args()
+    if args.peer:
+        if not args.peer_python or "VLLM_DIFFUSION_PUBLISHERS" not in os.environ:
+            parser.error(
+                "--peer needs --peer-python, and VLLM_DIFFUSION_PUBLISHERS in the environment"
+            )
+        from served_beside_dlmserve import measure
+
+        cells = [(clients, steps) for steps in args.steps for clients in args.requests]
+        measure(Rows(args.data), cells, args.rounds, args.peer_python.absolute())
+        print(place())
+        return
 
     import torch
     from vllm import LLM, SamplingParams
