@@ -69,8 +69,9 @@ async def refused_first(served: Any, response: Awaitable[Any]) -> Any:
 class _ParametersFirst(OpenAIServingChat):
     """Chats whose sampling parameters are checked before their pictures are processed.
 
-    vLLM keeps a picture that it has processed as one that the engine has, also where the request is
-    refused before it is sent, and the next request with the picture would be an error.
+    vLLM keeps a picture that it has processed as one that the engine has. ``pictures.py`` takes it
+    back from a request that is refused, but until then others with the same picture are sent
+    without it.
     """
 
     async def render_chat_request(self, request: Any) -> Any:

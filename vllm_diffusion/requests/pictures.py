@@ -28,19 +28,21 @@ async def serve_giving_back(app: Any, scope: Any, receive: Any, send: Any) -> No
     prepared: list[tuple[Any, Any]] = []
     token = _prepared.set(prepared)
 
+    def give_all_back() -> None:
+        for renderer, prompt in prepared:
+            _give_back(renderer, prompt)
+
     async def watched(message: Any) -> None:
         is_start = message["type"] == "http.response.start"
         if is_start and message["status"] >= HTTPStatus.BAD_REQUEST:
-            for each in prepared:
-                _give_back(*each)
+            give_all_back()
         await send(message)
 
     try:
         await app(scope, receive, watched)
     # Also where the client has left.
     except BaseException:
-        for each in prepared:
-            _give_back(*each)
+        give_all_back()
         raise
     finally:
         _prepared.reset(token)

@@ -58,13 +58,12 @@ def brought_tokens(request: CheckedRequest) -> dict[str, Any]:
     """
     extra_args, processor = request.params.extra_args or {}, request.processor
     sent = extra_args.get(PREFIX + "prediction")
-    predicted = _tokens(
-        field_of("prediction", sent), _prediction_text(extra_args, processor), processor
-    )
     predicts_prompt = sent == PROMPT
+    field = "prediction" if predicts_prompt else field_of("prediction", sent)
+    predicted = _tokens(field, _prediction_text(extra_args, processor), processor)
     if (length := request.num_prompt if predicts_prompt else len(predicted)) > MOST_PREDICTED:
         refuse(
-            "prediction" if predicts_prompt else field_of("prediction", sent),
+            field,
             f"has {length} tokens; each canvas searches them, and at most {MOST_PREDICTED} are taken. Send the part that "
             "the answer is likely to repeat.",
         )
