@@ -17,6 +17,7 @@ from torch import Tensor
 from attention_kernels.vocab_statistics import RowLogits
 from tests.support.engines.generate import run_batches, small_engine
 from vllm_diffusion.canvas.slots import Phase
+from vllm_diffusion.startup.plan import spec_of
 
 # Whether passes are scheduled asynchronously, with the order that runs without ``-m slow``.
 SYNCHRONOUS_OFTEN = [
@@ -156,33 +157,32 @@ class TracedEngine:
             "blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
             "front end": self.llm.llm_engine.get_num_unfinished_requests(),
         }
-        if hasattr(scheduler, "constraints"):
+        has_canvases = spec_of(self.llm.llm_engine.vllm_config.model_config) is not None
+        if has_canvases:
             found["constraints"] = len(scheduler.constraints)
             found["held log-probabilities"] = len(scheduler.prompt_logprobs)
         if runner:
             found["runner rows"] = len(runner.req_states.req_id_to_index)
-            if (slots := getattr(runner.model_state, "slots", None)) is not None:
-                found["slots"] = len(runner.model_state._slot_of_request)
-                found["allowed ids"] = len(slots.features.allowed_ids)
-                found["viewed slots"] = len(slots.features.viewed)
-                adjustments = runner.sampler.adjustments
-                found["adjusted slots"] = len(adjustments._listed) + len(adjustments._penalised)
+        if runner and has_canvases:
+            adjustments = runner.sampler.adjustments
+            found["slots"] = len(self.state._slot_of_request)
+            found["allowed ids"] = len(self.slots.features.allowed_ids)
+            found["viewed slots"] = len(self.slots.features.viewed)
+            found["adjusted slots"] = len(adjustments._listed) + len(adjustments._penalised)
         return found
 
     def check_integrity(self) -> None:
-        """Fail if requests that are over have left something; not where some are not."""
-        core = self.llm.llm_engine
-        if core.has_unfinished_requests():
-            return
+        """Fail if requests, which are all over, have left something."""
         # The runner hears of a request's end with the next pass.
-        core.step()
+        self.llm.llm_engine.step()
         left = {name: number for name, number in self.in_use().items() if number}
         assert not left, left
 
     def close(self) -> None:
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-        self.check_integrity()
+        if not self.llm.llm_engine.has_unfinished_requests():
+            self.check_integrity()
         with mock.patch.object(gc, "unfreeze"):
             self.llm.llm_engine.engine_core.shutdown()
             del self.llm, self.runner, self.scheduler
