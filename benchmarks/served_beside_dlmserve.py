@@ -7,6 +7,7 @@ import random
 import signal
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -151,27 +152,34 @@ def _await(client: httpx.Client, process: subprocess.Popen[bytes]) -> None:
     raise SystemExit("dlmserve did not start; what it printed is above")
 
 
+def in_turns(sides: tuple[Side, Side], clients: int, steps: int) -> int:
+    """Run a round of each side while the other one is stopped; return how many answers are the
+    same.
+    """
+    answers = []
+    for side, other in (sides, sides[::-1]):
+        os.killpg(other.pid, signal.SIGSTOP)
+        os.killpg(side.pid, signal.SIGCONT)
+        answers.append(side.round(clients, steps))
+    return sum(one == other for one, other in zip(*answers, strict=True))
+
+
 def measure(rows: Rows, cells: list[tuple[int, int]], rounds: int, peer_python: Path) -> None:
-    """Add a row for each number of clients and steps: rounds in turns, the other server stopped."""
+    """Add a row for each number of clients and steps."""
+    # Whoever ends this run ends the servers too, one of which is stopped.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with (
         tempfile.TemporaryDirectory() as folder,
         both_sides(Path(folder), peer_python) as sides,
     ):
         ours, peer = sides
-        for clients, steps in (*WARM_UP, *cells):
+        for clients, steps in WARM_UP:
+            in_turns(sides, clients, steps)
+        for clients, steps in cells:
             for side in sides:
                 side.seconds, side.latencies = [], []
-            answers: dict[str, list[list[str]]] = {}
-            for _ in range(rounds if (clients, steps) in cells else 1):
-                for side, other in (sides, sides[::-1]):
-                    os.killpg(other.pid, signal.SIGSTOP)
-                    os.killpg(side.pid, signal.SIGCONT)
-                    answers[side.name] = side.round(clients, steps)
-            os.killpg(peer.pid, signal.SIGCONT)
-            if (clients, steps) not in cells:
-                continue
+            num_equal = sum(in_turns(sides, clients, steps) for _ in range(rounds))
             ratios = [p / o for o, p in zip(ours.seconds, peer.seconds, strict=True)]
-            pairs = zip(answers["ours"], answers["dlmserve"], strict=True)
             speeds = [clients * NUM_TOKENS / statistics.median(s.seconds) for s in sides]
             rows.add(
                 "whole sequences beside dlmserve",
@@ -183,5 +191,5 @@ def measure(rows: Rows, cells: list[tuple[int, int]], rounds: int, peer_python: 
                 range=f"{min(ratios):.2f} to {max(ratios):.2f}",
                 median_seconds=round(statistics.median(ours.latencies), 2),
                 dlmserve_seconds=round(statistics.median(peer.latencies), 2),
-                equal_answers=f"{sum(a == b for a, b in pairs)} of {clients}",
+                equal_answers=f"{num_equal} of {rounds * clients}",
             )
