@@ -33,7 +33,7 @@ from records import Rows, parser_of
 from tests.support.counters.row_counts import RowCounter, RowCounts
 from tests.support.counters.row_counts import serve as served_at_once
 from vllm_diffusion.checkpoints import shipped_checkpoint
-from vllm_diffusion.startup.capture_sizes import capture_sizes
+from vllm_diffusion.startup.cuda_graphs import capture_sizes
 
 ORDERS: dict[str, dict[str, Any]] = {
     "fused": {},

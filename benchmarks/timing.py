@@ -70,7 +70,7 @@ def as_served(call: Callable[[], object]) -> Callable[[], object]:
     """
     if not torch.cuda.is_available():
         return call
-    from vllm_diffusion.canvas.cuda_graphs import cuda_capture
+    from vllm_diffusion.startup.cuda_graphs import cuda_capture
 
     with torch.cuda.stream(torch.cuda.Stream()):
         replay = cuda_capture()(call, ())

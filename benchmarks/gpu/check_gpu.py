@@ -27,9 +27,9 @@ from timing import copy_rate, device, milliseconds, place, product_rate
 
 from attention_kernels.canvas_attention import Impl as AttentionImpl
 from vllm_diffusion.attention.backend import LayerKind
-from vllm_diffusion.canvas.cuda_graphs import cuda_capture
 from vllm_diffusion.cli.kernel_cases import KernelCase, Served, published_26b
 from vllm_diffusion.cli.kernel_checks import run_case
+from vllm_diffusion.startup.cuda_graphs import cuda_capture
 
 DEVICE = device()
 ON_GPU = DEVICE.type == "cuda"

@@ -237,11 +237,11 @@ def test_replayed_graphs(served):
     """Replayed self-conditioning reads the adapters of this pass's rows."""
     wanted = [one for one in various(served) if "structured_outputs" not in one[2]]
     expected = served.tokens(wanted)
-    served.engine.state.capture_graphs(emulated_capture, 4)
+    served.engine.state.graphs.capture(emulated_capture)
     try:
         assert served.tokens(wanted) == expected
     finally:
-        served.engine.state.drop_graphs()
+        served.engine.state.graphs.drop()
 
 
 def test_bad_adapter(served, tmp_path):

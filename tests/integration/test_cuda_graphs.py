@@ -78,7 +78,7 @@ def test_replayed_steps_change_no_token(engine):
 
         return run
 
-    engine.state.capture_graphs(counted, 4)
+    engine.state.graphs.capture(counted)
     assert answers() == expected
     assert {name for name, _ in replays} == {
         "plain_step",
@@ -91,7 +91,7 @@ def test_replayed_steps_change_no_token(engine):
     assert {n for name, n in replays if name == "_condition_canvases"} >= {1, 2, 4}
 
     # As after vLLM's memory profile.
-    engine.state.drop_graphs()
+    engine.state.graphs.drop()
     replays.clear()
     assert answers() == expected
     assert not replays

@@ -75,7 +75,7 @@ def launches_by_part(call: Callable[[], object]) -> Counter[tuple[str, str]]:
     """Count the launches of ``call`` by part of a pass and by kernel."""
     import torch
 
-    from vllm_diffusion.canvas.cuda_graphs import GraphedFunction
+    from vllm_diffusion.startup.cuda_graphs import GraphedFunction
 
     found: Counter[tuple[str, str]] = Counter()
     function = LAYERS

@@ -66,8 +66,8 @@ class Faults:
         import torch
 
         from attention_kernels.canvas_attention.triton.launch import CanvasLaunch
-        from vllm_diffusion.canvas.cuda_graphs import GraphedFunction
         from vllm_diffusion.canvas.pass_rows import PassRows
+        from vllm_diffusion.startup.cuda_graphs import GraphedFunction
 
         self.in_kernel = in_kernel = torch.zeros((), device="cuda")
         self.in_compiled = in_compiled = torch.zeros((), dtype=torch.int64, device="cuda")

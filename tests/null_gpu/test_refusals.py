@@ -36,17 +36,3 @@ def test_a_gpu_that_cannot_serve(tmp_path, device, sentence):
     assert last.startswith("vllm-diffusion: ")
     assert sentence in last
     assert "Traceback" not in done.stdout + done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_a_gpu_whose_kernels_are_wrong(tmp_path):
-    """The engine's refusal of wrong kernels is the command's last line."""
-    command = [*VLLM_SERVE, str(SHIPPED), "--port", "1", "--enforce-eager"]
-    variables = environment(tmp_path)
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("vllm-diffusion: This GPU computes wrongly without any kernel of this")
-    assert "Traceback" not in done.stdout + done.stderr
-    assert last.endswith("doctor --gpu --report FILE")

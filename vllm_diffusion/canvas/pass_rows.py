@@ -22,7 +22,7 @@ from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_diffusion.canvas.cuda_graphs import compiled
+from vllm_diffusion.canvas.compiled import compiled
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
 from vllm_diffusion.canvas.step import SlotPass, StepOutput
 

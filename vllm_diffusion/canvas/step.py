@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.noise import Purpose, uniform_tokens
-from vllm_diffusion.canvas.cuda_graphs import compiled
+from vllm_diffusion.canvas.compiled import compiled
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
 from vllm_diffusion.decoding.rule import DecodingRule, StepDecision, StepInputs
 from vllm_diffusion.decoding.statistics import PositionStatistics

@@ -50,15 +50,10 @@ class CanvasRunner(GPUModelRunner):
         self.sampler.profile(hidden_states)
 
     def capture_model(self, *, profile_only: bool = False) -> int:
-        """Capture CUDA graphs, and say to our state whether they stay or measure memory only."""
+        """Capture CUDA graphs; with ``profile_only``, some of them, to measure their memory."""
         if not profile_only:
             size: int = super().capture_model(profile_only=False)
             return size
-        state = self.model_state
-        state.captures_sample = True
-        try:
-            # vLLM measures what graphs take, of the largest of its own, and drops them.
-            return int(super().capture_model(profile_only=True)) + state.bytes_of_other_graphs()
-        finally:
-            state.captures_sample = False
-            state.drop_graphs()
+        graphs = self.model_state.graphs
+        with graphs.sample():
+            return int(super().capture_model(profile_only=True)) + graphs.bytes_of_others()

@@ -22,18 +22,17 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_diffusion.attention.metadata import bind_canvas
-from vllm_diffusion.canvas.cuda_graphs import (
-    BYTES_OF_A_GRAPH,
-    Capture,
-    cuda_capture,
-)
 from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest
 from vllm_diffusion.canvas.step import CanvasStep
 from vllm_diffusion.sampling.output_head import OutputHead, head_of
-from vllm_diffusion.sampling.pass_graphs import MOST_ADJUSTED_CANVASES
 from vllm_diffusion.sampling.sampler import DiffusionSampler
-from vllm_diffusion.startup.capture_sizes import MAX_CANVASES
+from vllm_diffusion.startup.cuda_graphs import (
+    MAX_CANVASES,
+    MOST_ADJUSTED_CANVASES,
+    CanvasGraphs,
+    GraphCall,
+)
 from vllm_diffusion.startup.machine import compile_backend, launch_backend
 from vllm_diffusion.startup.plan import plan_of
 from vllm_diffusion.weights.formats import describe_kernels
@@ -77,8 +76,9 @@ class BlockDiffusionModelState(ModelState):
         self._slot_of_request: dict[str, int] = {}
         self.pass_rows = PassRows(self.slots, self.max_num_tokens, launch_backend(vllm_config))
         self._spans = torch.zeros(self.max_num_tokens, 2, dtype=torch.int32, device=device)
-        # While vLLM measures what graphs take: only the largest of each is captured.
-        self.captures_sample = False
+        # There is none where a canvas is as long as a sequence.
+        most = min(self.max_num_reqs, MAX_CANVASES, self.max_num_tokens // self.canvas_length)
+        self.graphs = CanvasGraphs(most if self.spec.layout.has_one_length else 0, self.graph_calls)
         self._log_who_serves()
 
     # What a family defines.
@@ -136,79 +136,30 @@ class BlockDiffusionModelState(ModelState):
 
     def capture_inner_cudagraphs(self, *batch_layout: Any) -> None:
         """Called by the runner when it has captured the backbone."""
-        from vllm.distributed.parallel_state import graph_capture
-
-        most = self.most_captured()
-        if most == 0:
-            return
-        try:
-            # What captures allocate from here on they take from one another.
-            torch.accelerator.empty_cache()
-            with graph_capture(device=self.device):
-                self.capture_graphs(cuda_capture(), most)
-            # What the calls before each capture allocated is not part of a graph.
-            torch.accelerator.empty_cache()
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"Capturing {self._captured_parts()} as CUDA graphs failed; start with "
-                f"--enforce-eager to serve without graphs. The cause: {error}"
-            ) from error
-        if self.captures_sample:
+        graphs = self.graphs
+        graphs.capture_on(self.device)
+        if graphs.most == 0 or graphs.is_sample:
             return
         logger.info_once(
             "CUDA graphs: %s for 1 to %d canvases, with other sampling settings for 1 to %d, the "
             "backbone for passes of %s rows; narrow canvases and larger passes launch kernels one by "
             "one. vLLM reports their memory below.",
-            self._captured_parts(),
-            most,
-            min(most, MOST_ADJUSTED_CANVASES),
+            "sampling"
+            if self.soft_embeds is None
+            else "embedding with self-conditioning and sampling",
+            graphs.most,
+            min(graphs.most, MOST_ADJUSTED_CANVASES),
             # What is logged once is remembered, which a list cannot be.
             tuple(self.vllm_config.compilation_config.cudagraph_capture_sizes or ()),
         )
 
-    def _captured_parts(self) -> str:
-        """Describe in words what :meth:`capture_graphs` captures."""
-        if self.soft_embeds is None:
-            return "sampling"
-        return "embedding with self-conditioning and sampling"
-
-    def most_captured(self) -> int:
-        """Canvases of the largest graph; 0 where one is as long as a sequence."""
-        if not self.spec.layout.has_one_length:
-            return 0
-        return min(self.max_num_reqs, MAX_CANVASES, self.max_num_tokens // self.canvas_length)
-
-    def bytes_of_other_graphs(self) -> int:
-        """Return the driver's bytes for captured graphs that the sample does not contain.
-
-        Their tensors are shared with the largest graph.
-        """
-        most = self.most_captured()
-        sizes = 2 * (most - 1) + min(most, MOST_ADJUSTED_CANVASES) - 1
-        return max(sizes, 0) * BYTES_OF_A_GRAPH
-
-    def capture_graphs(self, capture: Capture, max_canvases: int) -> None:
-        """Capture what a step does besides the backbone.
+    def graph_calls(self, counts: range) -> list[GraphCall]:
+        """Return what a pass does besides the backbone, for some numbers of canvases.
 
         Args:
-            capture: Makes a graph of a call.
-            max_canvases: Captured are 1 to that many whole canvases; of a sample, that many alone.
+            counts: The numbers, the largest first.
         """
-        hidden = torch.zeros(
-            max_canvases * self.canvas_length,
-            self.model_config.get_hidden_size(),
-            dtype=self.dtype,
-            device=self.device,
-        )
-        self.sampler.capture(capture, self.captured_counts(max_canvases), hidden)
-
-    def captured_counts(self, most: int) -> range:
-        """Numbers of canvases that are captured, the largest first."""
-        return range(most, most - 1 if self.captures_sample else 0, -1)
-
-    def drop_graphs(self) -> None:
-        """Give up what was captured."""
-        self.sampler.graphs.drop()
+        return self.sampler.graph_calls(counts, self.model_config.get_hidden_size(), self.dtype)
 
     def _log_who_serves(self) -> None:
         """One line, so that nobody has to guess whether stock or this package serves."""

@@ -18,15 +18,17 @@ from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 
-from vllm_diffusion.canvas.cuda_graphs import Capture, GraphedFunction
 from vllm_diffusion.canvas.pass_rows import PassRows, rows_of
 from vllm_diffusion.sampling.logprobs import IMPOSSIBLE, no_logprobs
 from vllm_diffusion.sampling.pass_parts import PassParts
 from vllm_diffusion.sampling.pass_settings import PassSettings
 from vllm_diffusion.sampling.used_settings import UsedSettings
+from vllm_diffusion.startup.cuda_graphs import (
+    MOST_ADJUSTED_CANVASES,
+    GraphCall,
+    GraphedFunction,
+)
 
-# Canvases of the largest pass with settings that has a graph of its adjusted rows.
-MOST_ADJUSTED_CANVASES = 8
 # Rows whose logits are held at once: those of DiffusionGemma's canvas.
 MOST_ROWS_AGAIN = 256
 # Log-probabilities that graphs report; a server that allows more has none of them.
@@ -105,42 +107,38 @@ class PassGraphs:
             torch.where(slots.pinned, slots.canvas, argmax, out=argmax)
         return self._report(rows, used, is_held)
 
-    def capture(self, capture: Capture, canvas_counts: range, hidden: Tensor) -> None:
-        """Capture steps of some numbers of whole canvases, and the parts of adjusted ones.
+    def graph_calls(self, counts: range, hidden_size: int, dtype: torch.dtype) -> list[GraphCall]:
+        """Return the calls of steps of some numbers of whole canvases, and the parts of adjusted
+        ones.
 
-        The pass has no rows and no constraints meanwhile, so a capture changes no canvas.
+        Until they are captured the pass has no rows and no constraints, so that no canvas changes.
 
         Args:
-            capture: Makes a graph of a call.
-            canvas_counts: The numbers, the largest first.
-            hidden: [most canvases * canvas_length, hidden_size], rows that graphs read from.
+            counts: The numbers, the largest first: the same one in every call.
+            hidden_size: Of hidden rows.
+            dtype: Of hidden rows.
         """
         C, everything = self._length, self._settings.all_used(self._max_logprobs)
-        self._hidden = hidden
-        for n in canvas_counts:
-            self.plain_step.capture(capture, hidden[: n * C])
-        for n in sorted({min(n, MOST_ADJUSTED_CANVASES) for n in canvas_counts}, reverse=True):
-            self.adjusted_rows.capture(capture, hidden[: n * C], used=everything)
-        some = torch.zeros(self.num_again, dtype=torch.int64, device=hidden.device)
-        self.filtered_rows.capture(capture, some, hidden=hidden, used=everything)
-        if 0 <= self._max_logprobs <= MAX_GRAPHED_LOGPROBS:
-            self._reports = no_logprobs(len(hidden), 1 + self._max_logprobs, hidden.device)
-            self.reported_rows.capture(
-                capture, some.clone(), hidden=hidden, used=everything, reports=self._reports
+        if self._hidden is None:
+            self._hidden = torch.zeros(
+                counts[0] * C, hidden_size, dtype=dtype, device=self._pass_rows.index.device
             )
-        self.decide.capture(capture)
-
-    def drop(self) -> None:
-        """Give up what was captured."""
-        for function in (
-            self.plain_step,
-            self.adjusted_rows,
-            self.filtered_rows,
-            self.reported_rows,
-            self.decide,
-        ):
-            function.drop()
-        self._hidden = self._reports = None
+        hidden = self._hidden
+        again = torch.zeros(self.num_again, dtype=torch.int64, device=hidden.device)
+        adjusted = sorted({min(n, MOST_ADJUSTED_CANVASES) for n in counts}, reverse=True)
+        calls = [GraphCall(self.plain_step, (hidden[: n * C],)) for n in counts]
+        calls += [
+            GraphCall(self.adjusted_rows, (hidden[: n * C],), {"used": everything})
+            for n in adjusted
+        ]
+        of_some = {"hidden": hidden, "used": everything}
+        calls.append(GraphCall(self.filtered_rows, (again,), of_some))
+        if 0 <= self._max_logprobs <= MAX_GRAPHED_LOGPROBS:
+            if self._reports is None:
+                self._reports = no_logprobs(len(hidden), 1 + self._max_logprobs, hidden.device)
+            of_some = {**of_some, "reports": self._reports}
+            calls.append(GraphCall(self.reported_rows, (again.clone(),), of_some))
+        return [*calls, GraphCall(self.decide)]
 
     def _report(self, rows: Tensor, used: UsedSettings, is_held: bool) -> LogprobsTensors:
         """Log-probabilities of all rows; a row whose request wants none reports nothing.
@@ -152,7 +150,8 @@ class PassGraphs:
         """
         num_columns = 1 + max(used.num_top, used.num_named)
         reported_rows: Callable[..., None] = self.reported_rows
-        if self._reports is not None and is_held and used.num_named == 0:
+        is_graphed = is_held and self.reported_rows.is_captured and used.num_named == 0
+        if is_graphed and self._reports is not None:
             reports = rows_of(self._reports, slice(len(rows)))
             reports.logprob_token_ids.zero_()
             reports.logprobs.fill_(IMPOSSIBLE)

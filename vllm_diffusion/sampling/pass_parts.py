@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
 
 from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws, RowLogits
-from vllm_diffusion.canvas.cuda_graphs import compiled_by_rows
+from vllm_diffusion.canvas.compiled import compiled_by_rows
 from vllm_diffusion.canvas.pass_rows import PassRows, rows_of
 from vllm_diffusion.canvas.step import CanvasStep, StepOutput
 from vllm_diffusion.decoding.statistics import PositionStatistics

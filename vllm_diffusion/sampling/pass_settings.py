@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws
-from vllm_diffusion.canvas.cuda_graphs import compiled_by_rows
+from vllm_diffusion.canvas.compiled import compiled_by_rows
 from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import CanvasSlots
 from vllm_diffusion.canvas.step import temperatures

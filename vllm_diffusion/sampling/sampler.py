@@ -25,7 +25,6 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws, RowLogits
-from vllm_diffusion.canvas.cuda_graphs import Capture
 from vllm_diffusion.canvas.messages import CanvasConstraints
 from vllm_diffusion.canvas.pass_rows import PassRows, rows_of
 from vllm_diffusion.canvas.step import CanvasStep, StepOutput
@@ -40,6 +39,7 @@ from vllm_diffusion.sampling.pass_settings import PassSettings
 from vllm_diffusion.sampling.row_adjustments import ConstraintTensors, RowAdjustments
 from vllm_diffusion.sampling.thought_ends import ThoughtEnds
 from vllm_diffusion.sampling.vocabulary_stream import sample_rows
+from vllm_diffusion.startup.cuda_graphs import GraphCall
 
 
 class DiffusionSampler:
@@ -179,16 +179,10 @@ class DiffusionSampler:
 
     # At start-up.
 
-    def capture(self, capture: Capture, canvas_counts: range, hidden: Tensor) -> None:
-        """Capture the graphs of a pass; see :meth:`PassGraphs.capture`.
-
-        Args:
-            capture: Makes a graph of a call.
-            canvas_counts: Numbers of whole canvases, the largest first.
-            hidden: [most canvases * canvas_length, hidden_size], rows that graphs read from.
-        """
+    def graph_calls(self, counts: range, hidden_size: int, dtype: torch.dtype) -> list[GraphCall]:
+        """Begin a pass without rows, and return its calls: see :meth:`PassGraphs.graph_calls`."""
         self._lay_out_nothing()
-        self.graphs.capture(capture, canvas_counts, hidden)
+        return self.graphs.graph_calls(counts, hidden_size, dtype)
 
     def compile_step(self) -> None:
         """Compile what decides about canvases, for which the first request would wait."""

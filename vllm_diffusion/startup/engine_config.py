@@ -20,7 +20,7 @@ from vllm_diffusion.hooks import upstream
 from vllm_diffusion.startup import engine_process
 from vllm_diffusion.startup.async_scheduling import TYPICAL_STEPS, choose_async_scheduling
 from vllm_diffusion.startup.attention import choose_attention
-from vllm_diffusion.startup.capture_sizes import choose_capture_sizes
+from vllm_diffusion.startup.cuda_graphs import choose_capture_sizes
 from vllm_diffusion.startup.environment import (
     await_engine_at_shutdown,
     limit_answers,
@@ -328,8 +328,6 @@ class BlockDiffusionEngineConfig:
         spec = cls.canvases_by_request(model_config, settings, canvases)
         canvases.canvas_length = length = spec.length
         _check_spec(spec, model_config, attention.backend.name, settings.attention)
-        if spec.mask_token_id is not None:
-            warn_of_another_mask(model_config, spec.mask_token_id)
         _set_block_size(vllm_config.cache_config, spec.layout.alignment)
         if vllm_config.cache_config.enable_prefix_caching and spec.layout.recomputes:
             logger.info(
@@ -352,6 +350,8 @@ class BlockDiffusionEngineConfig:
         choose_media(model_config, scheduler.max_num_batched_tokens, is_set)
         if spec.layout.has_spans:
             choose_encoder_room(model_config, scheduler, length)
+        if spec.mask_token_id is not None:
+            warn_of_another_mask(model_config, spec.mask_token_id)
         check_options(vllm_config)
         # Where an image's rows attend to one another in both directions, they must be in one pass.
         # Elsewhere a pass ends with a block, not before an image.
@@ -418,8 +418,9 @@ def _check_weights(vllm_config: VllmConfig) -> None:
         choose_weight_files(vllm_config)
     quantization = model_config.model_arch_config.quantization_config
     if quantization is not None:
+        quantized = read_format(quantization)
         check_package(quantization)
-        check_platform(model_config.model, read_format(quantization))
+        check_platform(model_config.model, quantized)
     if model_config.is_diffusion:
         check_room(vllm_config)
 

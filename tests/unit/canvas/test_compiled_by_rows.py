@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.support.models.specs import diffusion_gemma_spec
-from vllm_diffusion.canvas.cuda_graphs import compiled_by_rows
+from vllm_diffusion.canvas.compiled import compiled_by_rows
 from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
 from vllm_diffusion.decoding.statistics import PositionStatistics

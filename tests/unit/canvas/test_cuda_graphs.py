@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from tests.support.doubles.graphs import emulated_capture
 from tests.support.engines.vllm_configs import vllm_config
-from vllm_diffusion.canvas.cuda_graphs import GraphedFunction
-from vllm_diffusion.startup.capture_sizes import (
+from vllm_diffusion.startup.cuda_graphs import (
     MAX_CANVASES,
     TILE_ROWS,
+    GraphedFunction,
     capture_sizes,
     choose_capture_sizes,
 )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_diffusion.canvas.cuda_graphs import compiled, compiled_by_rows
+from vllm_diffusion.canvas.compiled import compiled, compiled_by_rows
 
 pytestmark = pytest.mark.engine
 

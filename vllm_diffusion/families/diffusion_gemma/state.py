@@ -12,11 +12,12 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_diffusion.canvas.cuda_graphs import Capture, GraphedFunction, compiled_by_rows
+from vllm_diffusion.canvas.compiled import compiled_by_rows
 from vllm_diffusion.canvas.slots import Phase
 from vllm_diffusion.families.diffusion_gemma.adapters import EncoderDecoderAdapters
 from vllm_diffusion.runner.embedded_state import EmbeddedModelState
 from vllm_diffusion.sampling.output_head import OutputHead
+from vllm_diffusion.startup.cuda_graphs import GraphCall, GraphedFunction
 
 
 class DiffusionGemmaModelState(EmbeddedModelState):
@@ -149,15 +150,10 @@ class DiffusionGemmaModelState(EmbeddedModelState):
         if is_decoder_row is not None:
             is_decoder_row[rows] = is_denoised
 
-    def capture_graphs(self, capture: Capture, max_canvases: int) -> None:
-        super().capture_graphs(capture, max_canvases)
-        self.pass_rows.clear()
-        for n in self.captured_counts(max_canvases):
-            self._embed_canvases.capture(capture, self.pass_rows.index[: n * self.canvas_length])
-
-    def drop_graphs(self) -> None:
-        super().drop_graphs()
-        self._embed_canvases.drop()
+    def graph_calls(self, counts: range) -> list[GraphCall]:
+        C, index = self.canvas_length, self.pass_rows.index
+        embed = [GraphCall(self._embed_canvases, (index[: n * C],)) for n in counts]
+        return super().graph_calls(counts) + embed
 
     def row_spans(self, input_batch: InputBatch, num_tokens: int) -> Tensor | None:
         """Return the image that each prompt row lies in, from positions known on the host."""
