@@ -10,6 +10,7 @@ from tests.support.engines.engine import TracedEngine
 from tests.support.models.checkpoints import SHIPPED
 from tests.support.models.prompts import prompt_of
 from vllm_diffusion.metrics import request_metrics
+from vllm_diffusion.requests.bodies import body_number
 
 pytestmark = pytest.mark.engine
 
@@ -245,3 +246,44 @@ def test_urgent_first() -> None:
                     ended.append(output.request_id)
                     assert output.outputs[0].token_ids == alone[output.request_id]
         assert ended == ["urgent", "patient", "more patient"]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_turns_of_a_body(is_async) -> None:
+    """A request that comes alone ends before any of a body that fills the batch, and each has its
+    tokens.
+    """
+    names = [*(f"of a body {i}" for i in range(5)), "alone"]
+    with TracedEngine(SHIPPED, max_num_seqs=2, async_scheduling=is_async) as engine:
+        params = {
+            name: engine.sampling_params(
+                seed=i, max_tokens=CANVAS if name == "alone" else 8 * CANVAS, ignore_eos=True
+            )
+            for i, name in enumerate(names)
+        }
+        prompts = {name: prompt_of(40, seed=i) for i, name in enumerate(names)}
+        expected = {
+            name: list(engine.outputs([prompts[name]], params[name])[0].outputs[0].token_ids)
+            for name in names
+        }
+        serving, ended = engine.llm.llm_engine, []
+
+        def add(name, body):
+            token = body_number.set(body)
+            serving.add_request(name, {"prompt_token_ids": prompts[name]}, params[name])
+            body_number.reset(token)
+
+        for name in names[:-1]:
+            add(name, 7)
+        for _ in range(6):
+            serving.step()
+        add("alone", 0)
+        while serving.has_unfinished_requests():
+            for output in serving.step():
+                if output.finished:
+                    ended.append(output.request_id)
+                    assert list(output.outputs[0].token_ids) == expected[output.request_id]
+        assert ended[0] == "alone"
+        assert len(ended) == len(names)
+        (preempted,) = engine.preempted
+        assert preempted.startswith("of a body 1")

@@ -128,6 +128,7 @@ class RequestArguments(msgspec.Struct, frozen=True, omit_defaults=True):
         judging_top_k: ``top_k`` of a request at temperature 0, by which a rule judges its tokens; 0
             for none.
         judging_top_p: ``top_p``, likewise; 1 for none.
+        body: Number of the body that it came in, with others perhaps; 0 for none.
     """
 
     max_steps: int | None = None
@@ -145,6 +146,7 @@ class RequestArguments(msgspec.Struct, frozen=True, omit_defaults=True):
     thought_end: tuple[int, ...] = ()
     judging_top_k: int = 0
     judging_top_p: float = 1.0
+    body: int = 0
 
     def predicted(self, prompt: Sequence[int]) -> Sequence[int] | None:
         """Return the text that the answer is expected to resemble; ``None`` if there is none."""

@@ -13,6 +13,7 @@ import asyncio
 import functools
 import json
 import re
+import secrets
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from http import HTTPStatus
@@ -33,7 +34,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.requests import bounds, spellings
 from vllm_diffusion.requests.arguments import PREFIX, PUBLISHED_NAMES
-from vllm_diffusion.requests.bodies import BodyError, BodyReader, discarding
+from vllm_diffusion.requests.bodies import BodyError, BodyReader, body_number, discarding
 from vllm_diffusion.requests.first_errors import stop_at_first_errors
 from vllm_diffusion.requests.pictures import note_prepared, serve_giving_back
 from vllm_diffusion.requests.refusals import (
@@ -243,6 +244,8 @@ class BoundedBodies:
             await _refuse_body(refusal, scope, receive, send)
             return
         if body is not None:
+            # Unlike those of the server's other processes, which share its engine.
+            body_number.set(secrets.randbits(63))
             await serve_giving_back(self._app, scope, _replaying(body, receive), send)
 
     async def _checked(self, headers: dict[bytes, bytes], receive: Any) -> bytes | None:
@@ -539,15 +542,4 @@ def _check_lengths(request: Any, model_config: Any) -> None:
             "n",
             f"times the number of prompts, {num_prompts}, is {answers}; the limit of a request is "
             f"{bounds.MOST_ANSWERS}. Split the request.",
-        )
-    # As many as one prompt may ask for: requests are served in their order, and all others wait.
-    longest, fields = model_config.max_model_len, vars(request)
-    most = fields.get("max_completion_tokens") or fields.get("max_tokens") or longest
-    num_tokens = answers * min(most, longest)
-    most_tokens = envs.VLLM_MAX_N_SEQUENCES * longest
-    if num_prompts > 1 and num_tokens > most_tokens:
-        refuse(
-            "max_tokens",
-            f"times the number of answers, {answers}, is {num_tokens}; the limit of a request with several prompts is "
-            f"{most_tokens}. Split the request.",
         )

@@ -19,6 +19,7 @@ import msgspec
 from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.requests import bounds
 from vllm_diffusion.requests.arguments import PREFIX, parse_arguments, with_end_texts
+from vllm_diffusion.requests.bodies import body_number
 from vllm_diffusion.requests.bounds import Problem
 from vllm_diffusion.requests.checked_request import CheckedRequest
 from vllm_diffusion.requests.constraint import read_constraint
@@ -127,6 +128,7 @@ def _read(params: Any, processor: Any, num_prompt: int) -> CheckedRequest:
 def _completed(request: CheckedRequest) -> CheckedRequest:
     """Return a request with what other fields and the prompt say of its canvases."""
     found = brought_tokens(request)
+    found["body"] = body_number.get()
     if request.way.rule.judges_filtered:
         found["judging_top_k"], found["judging_top_p"] = noted_filters(request.params)
     return replace(request, arguments=msgspec.structs.replace(request.arguments, **found))

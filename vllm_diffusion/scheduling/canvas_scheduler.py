@@ -17,6 +17,7 @@ from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.diffusion_scheduler import DiffusionAsyncScheduler, DiffusionScheduler
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
@@ -36,6 +37,7 @@ from vllm_diffusion.scheduling.grammars import EngineGrammars, OrdinaryGrammars
 from vllm_diffusion.scheduling.prefix_hashes import PrefixHashes
 from vllm_diffusion.scheduling.seeds import source_of_seeds
 from vllm_diffusion.scheduling.stuck_requests import StuckRequests
+from vllm_diffusion.scheduling.turns import Turns
 from vllm_diffusion.startup.engine_process import end_with_threads
 from vllm_diffusion.startup.plan import DiffusionPlan
 from vllm_diffusion.weights.adapters.adapter_rows import AdapterLoad
@@ -60,6 +62,8 @@ class CanvasScheduling(Scheduler):
         super().__init__(*args, **kwargs)
         # The engine holds this object too.
         EngineGrammars.of(self.structured_output_manager)
+        if self.policy == SchedulingPolicy.FCFS:
+            self.waiting = Turns()
         plan: DiffusionPlan = self.vllm_config.model_config.diffusion
         assert plan.spec is not None
         self.spec = spec = plan.spec
@@ -152,6 +156,10 @@ class CanvasScheduling(Scheduler):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         if self._leaves_waiting:
             self.constraints.make_room()
+        # Where there is room for all, the order decides nothing.
+        is_crowded = bool(self.waiting) or self._num_rows_left < self.spec.length
+        if is_crowded and isinstance(self.waiting, Turns):
+            self.waiting.take_turns(self)
         self._num_rows_left, self._num_added = self.max_num_scheduled_tokens, {}
         self._lacking_pictures.clear()
         output = super().schedule(throttle_prefills)

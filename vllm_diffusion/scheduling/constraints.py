@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,6 +23,7 @@ from vllm_diffusion.scheduling.constrained_canvas import (
 )
 from vllm_diffusion.scheduling.features import ReturnedPart, SchedulerFeature
 from vllm_diffusion.scheduling.stuck_requests import StuckRequests
+from vllm_diffusion.scheduling.turns import give_way
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -89,11 +89,7 @@ class Constraints(SchedulerFeature):
         ]
         for request in overdue[: len(scheduler.waiting)]:
             self._canvases[request.request_id].has_given_way = True
-            scheduler.running.remove(request)
-            scheduler._preempt_request(request, time.monotonic())
-            # The stock code puts it before the waiting requests.
-            scheduler.waiting.remove_request(request)
-            scheduler.waiting.add_request(request)
+            give_way(scheduler, request)
 
     def message(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """Make the constraints for the canvases of a pass from the argmax canvases of the last
