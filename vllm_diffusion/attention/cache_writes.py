@@ -38,10 +38,12 @@ def write_in_pytorch(
         v_scale: Divides values.
     """
     live = slot_mapping >= 0
-    slots = slot_mapping[live].long()
+    # Without padding, the usual pass, no row is copied to be chosen.
+    chosen: Tensor | slice = slice(None) if bool(live.all()) else live
+    slots = slot_mapping[chosen].long()
     block, offset = slots // key_cache.shape[1], slots % key_cache.shape[1]
     for cache, new, scale in ((key_cache, key, k_scale), (value_cache, value, v_scale)):
-        rows = new[: live.shape[0]][live]
+        rows = new[: live.shape[0]][chosen]
         if cache.dtype == FP8:
             # A conversion of its own makes NaN of what is out of range.
             rows = (rows.float() / scale).clamp(-FP8_MAX, FP8_MAX)

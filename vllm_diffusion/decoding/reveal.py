@@ -173,6 +173,11 @@ class Reveal(DecodingRule):
             memory={},
         )
 
+    def read(
+        self, canvas: Tensor, num_known: Tensor, settings: Mapping[str, Tensor]
+    ) -> Tensor | None:
+        return None if self.revises else canvas == self.mask_token_id
+
     def masked(self, inputs: StepInputs) -> Tensor:
         """Return the positions that are not decided before the step, [R, C], bool."""
         return (inputs.canvas == self.mask_token_id) & inputs.valid & ~inputs.fixed

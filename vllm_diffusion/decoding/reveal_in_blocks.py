@@ -37,12 +37,26 @@ class RevealInBlocks(Reveal):
 
     draws_positions = True
 
+    def read(
+        self, canvas: Tensor, num_known: Tensor, settings: Mapping[str, Tensor]
+    ) -> Tensor | None:
+        is_mask = super().read(canvas, num_known, settings)
+        return None if is_mask is None else is_mask & self._in_reach(canvas, num_known, settings)[0]
+
+    @staticmethod
+    def _in_reach(
+        canvas: Tensor, num_known: Tensor, settings: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Positions up to the end of the block, [R, C], bool, and that end, [R], int32."""
+        end = num_known + settings["block_length"]
+        position = torch.arange(canvas.shape[-1], device=end.device)
+        return position < end[:, None], end
+
     def decide(
         self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
     ) -> StepDecision:
-        end = inputs.known.sum(dim=-1, dtype=torch.int32) + settings["block_length"]
-        position = torch.arange(inputs.canvas.shape[-1], device=end.device)
-        in_reach = position < end[:, None]
+        num_known = inputs.known.sum(dim=-1, dtype=torch.int32)
+        in_reach, end = self._in_reach(inputs.canvas, num_known, settings)
         assert inputs.uniform is not None
         is_random = settings["strategy"][:, None] == _STRATEGIES.index(RANDOM)
         confidence = torch.where(is_random, inputs.uniform, inputs.predicted.drawn_confidence)

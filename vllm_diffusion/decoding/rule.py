@@ -346,6 +346,19 @@ class DecodingRule(ABC):
         """
         return {}
 
+    def read(
+        self, canvas: Tensor, num_known: Tensor, settings: Mapping[str, Tensor]
+    ) -> Tensor | None:
+        """Return the positions of a canvas whose statistics a step reads, [R, C], bool; ``None``
+        for all.
+
+        Args:
+            canvas: [R, C], int64, as the step finds it.
+            num_known: [R], int32, leading positions that are given.
+            settings: Settings of the rule, [R] each.
+        """
+        return None
+
     @abstractmethod
     def temperatures(
         self,

@@ -60,6 +60,11 @@ class TimedReveal(DecodingRule):
         """Set the mask token."""
         self.mask_token_id = mask_token_id
 
+    def read(
+        self, canvas: Tensor, num_known: Tensor, settings: Mapping[str, Tensor]
+    ) -> Tensor | None:
+        return canvas == self.mask_token_id
+
     def reads_margin(self, values: Mapping[str, float | str]) -> bool:
         return values["algorithm"] == TOPK_MARGIN
 

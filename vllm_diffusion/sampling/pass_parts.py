@@ -149,9 +149,10 @@ class PassParts:
             used: Settings that the pass uses.
         """
         settings = self._settings
-        some = settings.select(slice(len(rows)))
+        is_all = used.read is None
+        some = settings.select(slice(len(rows)) if is_all else torch.from_numpy(used.read))
         adjustments = settings.adjustments_of(some, used)
-        self.statistics.sample(rows, some, settings.draws(some), adjustments, used)
+        self.statistics.sample(rows[some.rows], some, settings.draws(some), adjustments, used)
 
     def filtered_rows(self, index: Tensor, hidden: Tensor, used: UsedSettings) -> None:
         """Draw new candidates of rows with filters. The same row may come again.

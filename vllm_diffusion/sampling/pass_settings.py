@@ -13,7 +13,7 @@ from torch import Tensor
 from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws
 from vllm_diffusion.canvas.compiled import compiled_by_rows
 from vllm_diffusion.canvas.pass_rows import PassRows
-from vllm_diffusion.canvas.slots import CanvasSlots
+from vllm_diffusion.canvas.slots import CanvasSlots, Phase
 from vllm_diffusion.canvas.step import temperatures
 from vllm_diffusion.decoding.layouts import CanvasLayout
 from vllm_diffusion.requests.arguments import arguments_of
@@ -140,6 +140,11 @@ class PassSettings:
                 self._self_conditions and features.one_step.issuperset(sampled.tolist())
             ),
         )
+        if used.reported is None and (read := self._read()) is not None:
+            used = replace(used, read=np.flatnonzero(read))
+            if used.filtered is not None:
+                filtered = used.filtered[read[used.filtered]]
+                used = replace(used, filtered=filtered if filtered.size > 0 else None)
         if used.filtered is not None:
             # Without a filter that no request of the pass has.
             of_slots = zip(self.filters, has_filter, strict=True)
@@ -154,6 +159,23 @@ class PassSettings:
                 reports_pinned=not features.pinned.isdisjoint(slots.tolist()),
             )
         return used
+
+    def _read(self) -> np.ndarray | None:
+        """Which of the pass's rows its step reads, [num_rows], bool, where canvases are the host's
+        to read; ``None`` for all.
+        """
+        slots, spec, rows = self._slots, self._slots.spec, self._pass_rows
+        # First tokens are drawn, and drafts verified, by rows that hold no mask.
+        others_read = spec.layout.is_seeded or spec.layout.verifies or slots.features.viewed
+        if slots.device.type != "cpu" or spec.way_names or others_read:
+            return None
+        slot, position = rows.slot[: rows.num_rows], rows.position[: rows.num_rows]
+        read = slots.phase[slot] == int(Phase.DENOISING)
+        (rule,) = spec.rules
+        of_rule = rule.read(slots.canvas, slots.num_given, slots.requested.settings)
+        if of_rule is not None:
+            read &= of_rule[slot, position]
+        return None if bool(read.all()) else read.numpy()
 
     def all_used(self, num_top: int) -> UsedSettings:
         """Settings that any pass may use, but for named ids, for a graph that serves each.

@@ -29,6 +29,7 @@ class UsedSettings:
         reads_some: True if some read-only canvas reports a few ids alone.
         reports_pinned: True if pinned positions may be among the reported rows.
         allowed_ids: The only ids that some row may draw or report; ``None`` for all.
+        read: [num_read], int64, ascending: the only rows that the step reads; ``None`` for all.
         has_next_step: False if no canvas of the pass takes another step, and needs nothing for it.
     """
 
@@ -44,6 +45,7 @@ class UsedSettings:
     reads_some: bool = False
     reports_pinned: bool = False
     allowed_ids: frozenset[int] | None = None
+    read: np.ndarray | None = None
     has_next_step: bool = True
 
     @property
@@ -53,11 +55,12 @@ class UsedSettings:
 
     @property
     def is_plain(self) -> bool:
-        """True if the pass uses temperatures and seeds only, and takes what a next step needs."""
+        """True if the pass uses temperatures and seeds only, and takes all that a step may read."""
         uses_none = not self.adjusts and self.filtered is None and self.reported is None
-        return uses_none and self.has_next_step
+        return uses_none and self.has_next_step and self.read is None
 
     @property
     def needs_less(self) -> bool:
-        """True if the pass needs less than all ids, or nothing for a next step."""
-        return self.allowed_ids is not None or not self.has_next_step
+        """True if the pass needs less than all ids or rows, or nothing for a next step."""
+        is_less = self.allowed_ids is not None or self.read is not None
+        return is_less or not self.has_next_step

@@ -218,14 +218,15 @@ class ConstrainedCanvas:
         num_thought = self._num_thought(tokens)
         num_valid = self._num_accepted(tokens, num_thought)
         longest = self._longest_word
-        before = self._last_output_tokens(longest - 1)
+        answer = self._last_output_tokens(longest - 1) + tokens
         thinking = self._thinking_after([])
         for i in range(num_valid):
             if thinking is not None:
                 if thinking.token_due() not in (None, tokens[i]):
                     return i, False
                 thinking.read(tokens[i])
-            read = (before + tokens[: i + 1])[-longest:]
+            end = len(answer) - len(tokens) + i + 1
+            read = answer[max(end - longest, 0) : end]
             ends_bad_word = any(read[-len(word) :] == word for word in self._bad_words)
             if ends_bad_word and not self._leaves_only(tokens[i], tokens[:i]):
                 return i, False

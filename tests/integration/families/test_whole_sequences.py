@@ -18,6 +18,7 @@ from tests.support.families import makers as tiny
 from tests.support.families.cases import CASES, Wanted, expected
 from tests.support.families.model import END_IDS, MASK_ID, prompt_of
 from vllm_diffusion.metrics import request_metrics
+from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.sampler import DiffusionSampler
 
 pytestmark = pytest.mark.engine
@@ -125,23 +126,30 @@ def test_no_room_for_whole_blocks(tmp_path: Path, family: str, is_asynchronous: 
 @pytest.mark.parametrize("family", ["llada", "illada"])
 def test_projected_rows_are_counted(tmp_path: Path, monkeypatch: Any, family: str) -> None:
     """The metrics of requests count the rows that the runner selects for the vocabulary, which are
-    those of the block that is denoised and not the whole sequence.
+    those of the block that is denoised and not the whole sequence. On a CPU only those of masks
+    are projected.
     """
     selected, select = [], DiffusionSampler.select_rows
+    projected, project = [], OutputHead.project
 
     def counted(sampler: DiffusionSampler, hidden: torch.Tensor) -> torch.Tensor:
         rows = select(sampler, hidden)
         selected.append(len(rows))
         return rows
 
+    def counted_products(head: OutputHead, rows: torch.Tensor, tile: slice) -> torch.Tensor:
+        projected.append(len(rows))
+        return project(head, rows, tile)
+
     case = CASES[family]
     prompts = [prompt_of(length, seed=length) for length in (40, 9)]
     params = [Wanted(max_tokens=n, seed=n).sampling_params() for n in (32, 48)]
     with TracedEngine(case.make().save(tmp_path), **case.options) as engine:
         monkeypatch.setattr(DiffusionSampler, "select_rows", counted)
+        monkeypatch.setattr(OutputHead, "project", counted_products)
         outputs = engine.outputs(prompts, params)
     metrics = [request_metrics(output.outputs[0]) for output in outputs]
-    assert sum(one.projected_rows for one in metrics) == sum(selected) > 0
+    assert sum(one.projected_rows for one in metrics) == sum(selected) > sum(projected) > 0
     assert all(one.projected_rows < one.canvas_rows for one in metrics)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
 from vllm_diffusion.decoding.layouts import AlignedBlock, FreeCanvas
 from vllm_diffusion.decoding.reveal import Reveal
-from vllm_diffusion.decoding.rule import StepInputs
+from vllm_diffusion.decoding.rule import DecodingRule, StepInputs
 from vllm_diffusion.decoding.statistics import PositionStatistics
 
 # Settings of the shipped checkpoint's rule.
@@ -64,3 +65,18 @@ def step_inputs(**values: Any) -> StepInputs:
         "max_steps": torch.full((R,), C, dtype=torch.int32),
     }
     return StepInputs(**(defaults | values))
+
+
+def without_unread(
+    rule: DecodingRule, inputs: StepInputs, settings: Mapping[str, Any]
+) -> StepInputs:
+    """Return inputs with other statistics where a rule says that it reads none."""
+    num_known = inputs.known.sum(dim=-1, dtype=torch.int32)
+    read = rule.read(inputs.canvas, num_known, settings)
+    assert read is not None
+    changed = {
+        name: torch.where(read, value, value + 1)
+        for name, value in inputs.predicted._asdict().items()
+        if value is not None
+    }
+    return inputs.with_predicted(**changed)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.models.specs import step_inputs
+from tests.support.models.specs import step_inputs, without_unread
 from vllm_diffusion.decoding.reveal_in_blocks import RevealInBlocks
 
 MASK = 4
@@ -22,7 +22,7 @@ MASK = 4
 def test_only_the_first_block_is_revealed(
     num_known: int, num_emitted: int, block_length: int, strategy: str, data: st.DataObject
 ) -> None:
-    """Positions after the first block stay masked and are not emitted."""
+    """Positions after the first block stay masked, are not emitted, and are not read."""
     length = num_known + 3 * block_length
     num_given = num_known + num_emitted * block_length
     end = num_given + block_length
@@ -50,6 +50,9 @@ def test_only_the_first_block_is_revealed(
         uniform=torch.rand(1, length),
     )
     decision = rule.decide(inputs, settings, {})
+    of_the_rest = rule.decide(without_unread(rule, inputs, settings), settings, {})
+    for field in ("keep", "tokens", "result", "done", "num_final"):
+        assert torch.equal(getattr(decision, field), getattr(of_the_rest, field))
     after = torch.where(decision.keep, decision.tokens, MASK)
     assert decision.num_final is not None
     assert int(decision.num_final) == end
