@@ -13,6 +13,7 @@ from tests.support.engines.engine import TracedEngine
 from tests.support.models.checkpoints import random_checkpoint
 from tests.support.oracles.frames import EVERY_FIELD, Watched
 from vllm_diffusion.sampling import candidate_filters
+from vllm_diffusion.sampling.pass_settings import PassSettings
 
 pytestmark = pytest.mark.engine
 
@@ -26,6 +27,7 @@ def guarded(tmp_path, monkeypatch):
     It takes no shortcut by values that are there, as on a CPU, which is no device to wait for.
     """
     monkeypatch.setattr(RowDraws, "is_greedy", False)
+    monkeypatch.setattr(PassSettings, "_read", lambda _: None)
     monkeypatch.setattr(candidate_filters, "_likeliest", lambda *_: None)
     monkeypatch.setattr(reference, "_noised", _noise_of_all)
     with TracedEngine(random_checkpoint(tmp_path), max_logprobs=-1) as engine:
