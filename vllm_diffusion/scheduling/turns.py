@@ -1,7 +1,7 @@
 """Turns of the bodies that clients send: the requests of one take turns with those of others.
 
 One body may ask for thousands of answers. Served in the order of arrival, everybody else would wait
-until the last of them has begun, and with short canvases until the first of them ends.
+until the last of them has begun; and where all places are taken, until one of them ends.
 """
 
 from __future__ import annotations
