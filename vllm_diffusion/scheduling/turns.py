@@ -29,6 +29,8 @@ class _Turn:
     number: int
     # How many requests had come when it came.
     arrival: int
+    # It was let in and has not run since: what it waits for is no place of another.
+    is_let_in: bool = False
 
 
 class Turns(FCFSRequestQueue):
@@ -88,6 +90,8 @@ class Turns(FCFSRequestQueue):
             body = _body(request)
             places[request] = num_running[body]
             num_running[body] += body > 0
+            if (turn := self._turns.get(request)) is not None:
+                turn.is_let_in = False
         running.sort(key=places.__getitem__)
         if not running or places[running[-1]] == 0:
             return
@@ -97,7 +101,9 @@ class Turns(FCFSRequestQueue):
                 return
             # Without its grammar it would leave the place to the next one.
             is_ready = constraint is None or constraint.is_grammar_ready
-            if is_ready and turn.arrival <= num_seen and not num_running[_body(request)]:
+            waits = is_ready and turn.arrival <= num_seen and not turn.is_let_in
+            if waits and not num_running[_body(request)]:
+                turn.is_let_in = True
                 self.remove(request)
                 give_way(scheduler, running[-1])
                 self.appendleft(request)

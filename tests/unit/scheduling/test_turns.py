@@ -120,3 +120,15 @@ def test_nobody_gives_way_to_what_cannot_run():
     assert passes.next_pass() == passes.next_pass() == "a0a1"
     blocked.structured_output_request.is_grammar_ready = True
     assert passes.next_pass() == "a0"
+
+
+def test_one_gives_way_once():
+    """A request that waits for something else than a place, as for its adapter, takes one place."""
+    passes = Passes(waiting(Turns(), *many("a", 6, 1)), 4)
+    waiting(passes.waiting, Waiting("c"))
+    assert [passes.next_pass() for _ in range(3)] == ["a0a1a2a3", "a0a1a2", "a0a1a2"]
+    # It has run, and was preempted for its memory.
+    passes.running.append(passes.waiting.pop_request())
+    passes.next_pass()
+    passes.waiting.prepend_request(passes.running.pop(passes.running.index(passes.running[1])))
+    assert passes.next_pass() == "a0a1"
