@@ -7,7 +7,7 @@ token of a pin that is not allowed, are checked in ``validation.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ from vllm_diffusion.requests.arguments import BOOST, PREFIX
 from vllm_diffusion.requests.bounds import Problem
 from vllm_diffusion.requests.checked_request import CheckedRequest
 from vllm_diffusion.requests.refusals import CONSTRAINT, clients_name
-from vllm_diffusion.requests.texts import field_of
 
 # Of log-probabilities that a server keeps until their tokens are emitted: room for each position of
 # each request's canvas, as wide as the widest request. A pass reports at most as many.
@@ -112,7 +111,7 @@ def asked(request: CheckedRequest) -> dict[str, Any]:
         "logit_bias": params.logit_bias,
         "allowed_token_ids": params.allowed_token_ids,
         "logprobs": params.logprobs is not None or bool(params.logprob_token_ids),
-        "structured_outputs": params.structured_outputs is not None,
+        "structured_outputs": request.constraint is not None,
         "bad_words": params.bad_words,
         "thinking_token_budget": params.thinking_token_budget is not None,
         "suffix": arguments.suffix,
@@ -176,7 +175,9 @@ def _refused_by_way(request: CheckedRequest) -> Iterator[Problem]:
             refused = {own: f"has no effect on an answer: {remedy}"}
             refused = {} if (own, value) == ("canvas_length", 1) else refused
         if own in refused:
-            yield field_of(own, value), refused[own], value
+            # OpenAI's fields have no prefix; its prediction is an object.
+            is_openai = own == "suffix" or isinstance(value, Mapping)
+            yield own if is_openai else name, refused[own], value
 
 
 def _refused_by_server(request: CheckedRequest) -> Iterator[Problem]:

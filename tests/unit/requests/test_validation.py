@@ -13,7 +13,7 @@ from tests.support.engines.admission import Processor, checked, validate
 from tests.support.engines.vllm_configs import replan, vllm_config
 from tests.support.models.specs import diffusion_gemma_spec
 from vllm_diffusion.requests import exclusions, refusals, validation
-from vllm_diffusion.requests.arguments import arguments_of
+from vllm_diffusion.requests.arguments import MOST_PREDICTED, arguments_of
 from vllm_diffusion.requests.bounds import check_decodable
 
 pytestmark = pytest.mark.engine
@@ -102,6 +102,17 @@ def test_texts_of_tokens_that_only_the_tokenizer_has(name: str, field: str) -> N
     with pytest.raises(VLLMValidationError, match=f"id {most}.*vocabulary") as raised:
         validation.admit(params, processor, {"prompt_token_ids": [1]})
     assert raised.value.parameter == field
+
+
+def test_a_prompt_that_is_too_long_to_be_searched() -> None:
+    """A prompt as prediction that has too many tokens is refused by the client's own field."""
+    config = vllm_config(max_model_len=64)
+    replan(config, spec=diffusion_gemma_spec(8))
+    params = SamplingParams(max_tokens=2, extra_args={"diffusion_prediction": "prompt"})
+    prompt = {"prompt_token_ids": [1] * (MOST_PREDICTED + 1)}
+    with pytest.raises(VLLMValidationError, match=f"has {MOST_PREDICTED + 1} tokens") as raised:
+        validation.admit(params, Processor(config), prompt)
+    assert raised.value.parameter == "diffusion_prediction"
 
 
 class Letters:
