@@ -91,8 +91,10 @@ def _said(problem: bool, what: str) -> str:
 
 
 def _stop(sent: Mapping[str, Any], choice: Choice, answer: Answer) -> str:
-    # Nothing stops an answer before its least length; a letter is a token.
-    said = choice.text[sent.get("min_tokens", 0) :]
+    # Nothing stops an answer before its least length; a letter is a token, and so is "<...>".
+    said = re.sub(
+        rf"(?:<[^>]*>|.){{{sent.get('min_tokens', 0)}}}", "", choice.text, count=1, flags=re.DOTALL
+    )
     if sent.get("include_stop_str_in_output") and choice.finish == "stop":
         said = said.removesuffix("e")
     return _said("e" in said, f"'e' stands in {choice.text!r}")
@@ -145,9 +147,12 @@ def _is_cut(sent: Mapping[str, Any], choice: Choice) -> bool:
 
 
 def _written(sent: Mapping[str, Any], choice: Choice) -> str:
-    """Return an answer's text without what ends it, where special tokens are shown."""
+    """Return an answer's text without what ends it, where that is shown."""
     is_shown = sent.get("skip_special_tokens") is False
-    return choice.text.partition("<")[0] if is_shown else choice.text
+    said = choice.text.partition("<")[0] if is_shown else choice.text
+    # A letter.
+    is_stop_shown = sent.get("include_stop_str_in_output") and choice.ids[-1:] == [STOPPING]
+    return said[:-1] if is_stop_shown else said
 
 
 def _regex(sent: Mapping[str, Any], choice: Choice, answer: Answer) -> str:
@@ -158,9 +163,6 @@ def _regex(sent: Mapping[str, Any], choice: Choice, answer: Answer) -> str:
 def _choice(sent: Mapping[str, Any], choice: Choice, answer: Answer) -> str:
     cut, said = _is_cut(sent, choice), _written(sent, choice)
     fits = any(word.startswith(said) if cut else word == said for word in WORDS)
-    # A token that ends the answer is shown with it where that was asked for.
-    if sent.get("include_stop_str_in_output") and "stop_token_ids" in sent:
-        fits = said.startswith(tuple(WORDS)) or fits
     return _said(not fits, f"{choice.text!r} is none of {WORDS}")
 
 
@@ -310,7 +312,7 @@ def fields_of(canvas: int) -> list[Field]:
                     "tool",
                     {"tools": [TOOL], "tool_choice": "required"},
                     _called,
-                    **constraint,
+                    ("structured_outputs", "tools"),
                     **chat,
                 ),
             ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from vllm.outputs import RequestOutput
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
@@ -106,6 +107,7 @@ class ReportedState(RequestState):
         self._inbox = inbox
         self._prompt_index = prompt_index
         self._num_canvases = 0
+        self._prompt_logprobs: Any = None
         self._answer = ReportedAnswer(len(arguments.suffix))
         text = arguments.predicted(self.prompt_token_ids or ())
         if text is not None:
@@ -140,6 +142,15 @@ class ReportedState(RequestState):
             self._num_canvases += 1
         if isinstance(self.queue, OrderedQueue):
             self.queue.wake()
+
+    def _new_request_output(self, *args: Any, **kwargs: Any) -> Any:
+        output = super()._new_request_output(*args, **kwargs)
+        if isinstance(output, RequestOutput):
+            # vLLM gives them to the first output alone. Merged into a later one of another answer
+            # to the prompt, it loses them, and a stream that echoes the prompt ends with an error.
+            self._prompt_logprobs = output.prompt_logprobs or self._prompt_logprobs
+            output.prompt_logprobs = self._prompt_logprobs
+        return output
 
     def _new_completion_output(
         self, token_ids: list[int], finish_reason: Any, stop_reason: Any
