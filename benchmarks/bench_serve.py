@@ -51,6 +51,7 @@ VARIANTS = {
         "linear_spec": {"rule": "linear_spec", "draft_length": 8},
     }.items()
 }
+VARIANTS["synchronous"] = SIDES["ours"][0], ["--no-async-scheduling"]
 
 
 def row(

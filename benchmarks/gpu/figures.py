@@ -306,6 +306,7 @@ def _serving() -> Iterator[Figure]:
             most=() if better is max else (1, 1, 1),
             sides=("stock", "tuned"),
         )
+    yield from _variants()
     fp8 = {"table": "formats", "which": "fp8-dynamic, diffusion"}
     nvfp4 = {"table": "formats", "which": "nvfp4-weights, diffusion"}
     text = "FP8 at 1 request: share of what memory can read"
@@ -323,6 +324,30 @@ def _serving() -> Iterator[Figure]:
         ),
         estimated="CUTLASS, which serves, 273 to 317 and 433",
         peer="Triton's own default tiles",
+    )
+
+
+def _variants() -> Iterator[Figure]:
+    """Both servers with other options than their defaults, and ours in the synchronous order."""
+    for experiment, name, side in (
+        ("serving-pages-64", "pages of 64", "ours"),
+        ("serving-pages-64", "pages of 64, ours with `cute`", "cute"),
+        ("serving-fp8-cache", "an FP8 cache", "ours"),
+    ):
+        yield Figure(
+            f"{name}: tokens a second over stock's {_at((1, 8))}",
+            experiment,
+            tuple(ratio(served(SPEED, n, side), served(SPEED, n, "stock")) for n in (1, 8)),
+            (1.13, 1.27),
+            sides=("stock",),
+        )
+    # By the predictions of a pass and HOST_MS of startup/async_scheduling.py, 17 passes against 16.
+    yield Figure(
+        f"the synchronous order over the other: tokens a second {_at((1, 8, 32))}",
+        "order",
+        tuple(ratio(served(SPEED, n, "synchronous"), served(SPEED, n)) for n in (1, 8, 32)),
+        (0.83, 0.955, 1.03),
+        peer="ours, asynchronous",
     )
 
 
@@ -444,6 +469,22 @@ def _cute() -> Iterator[Figure]:
                 experiment,
                 tuple(cell("of_ours", table="attention", requests=n, **shape) for n in (1, 8, 32)),
                 most=(most, most, most),
+                peer="ours, Triton",
+            )
+
+    for layer in ("sliding", "full"):
+        for name, anchor in (("cute", "canvas"), ("stock-fa4", "query")):
+            # A full layer has no window, and one shape for both.
+            anchor = anchor if layer == "sliding" else "canvas"
+            shape = {"layer": layer, "context": 4608, "anchor": anchor}
+            yield Figure(
+                f"pages of 64, {layer} layer: time of `{name}` over Triton's {_at((1, 8))}",
+                "attention-pages-64",
+                tuple(
+                    cell("of_ours", table="attention", which=name, requests=n, **shape)
+                    for n in (1, 8)
+                ),
+                (round(CYCLES[layer][name] / CYCLES[layer]["ours"], 3),) * 2,
                 peer="ours, Triton",
             )
 

@@ -31,6 +31,7 @@ SMALL = {
     "gpu/bench_experts.py": "--moe auto --linear auto",
     "gpu/profile_serving.py": "--requests 1",
     "gpu/answers.py": "--prompts 1",
+    "bench_decisions.py": "--questions 1 --clients 1 --texts 1 --rounds 1",
 }
 DECISIONS = ("  decided: ", "  not decided, ", "  tells: ")
 
