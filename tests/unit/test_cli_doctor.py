@@ -243,3 +243,17 @@ def test_cache_of_a_user_without_a_home(
     assert (fact.mark == PROBLEM, "VLLM_CACHE_ROOT" in fact.remedy) == (is_problem, is_problem)
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     assert doctor.cache_fact("vLLM's cache", "VLLM_CACHE_ROOT", "vllm").mark != PROBLEM
+
+
+def test_what_a_server_must_not_hold() -> None:
+    """Requests and pages that are left behind the last answer are named, and nothing else is."""
+    metrics = """
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0"} 0.0
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0"} 0.25
+# TYPE vllm:num_preemptions counter
+vllm:num_preemptions_total{engine="0"} 3.0
+"""
+    assert gpu_answers.held(metrics) == {"vllm:kv_cache_usage_perc": 0.25}
+    assert gpu_answers.held(metrics.replace("0.25", "0.0")) == {}

@@ -7,9 +7,13 @@ Kernels that are right one by one do not show that compiled functions and captur
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_diffusion.checkpoints import ANSWERS, shipped_checkpoint
 from vllm_diffusion.cli.checkpoint import (
@@ -28,6 +32,9 @@ ASKED: dict[str, Any] = {"temperature": 0.0, "seed": 0, "max_tokens": 192}
 ALONE, AT_ONCE = 5, 16
 # Recorded answers are the same in float32. A fault that was seen changed 239 of 240.
 MOST_DIFFERENT = 2
+# Of a server that has answered everything each of these is 0, at the latest after so many seconds.
+GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+IDLE_SECONDS = 10.0
 # What may avoid a fault, the cheapest first.
 OPTIONS: tuple[tuple[str, ...], ...] = (
     ("--compilation-config", '{"cudagraph_mode": "NONE"}'),
@@ -109,7 +116,8 @@ def serve_and_compare(options: Sequence[str]) -> Answered:
                 return answer.choices[0].message.content or ""
 
             with ThreadPoolExecutor(AT_ONCE) as pool:
-                return compare(recorded(), lambda batch: list(pool.map(ask_one, batch)))
+                found = compare(recorded(), lambda batch: list(pool.map(ask_one, batch)))
+            return found if found.problem else found._replace(problem=left_over(server.url))
     except ServerError as error:
         say(server.log_end())
         return Answered(str(error))
@@ -117,6 +125,25 @@ def serve_and_compare(options: Sequence[str]) -> Answered:
         # Of the client: the server has failed while it answered.
         say(server.log_end())
         return Answered(f"The server did not answer: {type(error).__name__}: {error}")
+
+
+def left_over(url: str) -> str:
+    """Say what a server still holds although it has answered everything; empty for nothing."""
+    end = time.monotonic() + IDLE_SECONDS
+    while (found := held(httpx.get(f"{url}/metrics").text)) and time.monotonic() < end:
+        time.sleep(0.2)
+    named = ", ".join(f"{name} is {value:g}" for name, value in found.items())
+    return f"The server has answered everything, and {named}" if named else ""
+
+
+def held(metrics: str) -> dict[str, float]:
+    """Return the gauges of requests and pages that are not 0, of what ``/metrics`` says."""
+    return {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(metrics)
+        for sample in family.samples
+        if sample.name in GAUGES and sample.value
+    }
 
 
 def problems(
