@@ -4,6 +4,7 @@ dtype.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +16,8 @@ from attention_kernels.checks.checked import Checked
 from attention_kernels.testing import CanvasBatch, assert_within_error_budget, make_canvas_batch
 
 FP8 = torch.float8_e4m3fn
+# Tokens before a canvas: keys in one piece, and cut into splits. Longer ones repeat the same loop.
+CONTEXTS = (300, 3000)
 
 
 @dataclass(frozen=True)
@@ -40,14 +43,28 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int
     window: int
-    rows: tuple[tuple[int, int], ...]
-    context: int
+    rows: tuple[tuple[int, int], ...] = ()
+    context: int = 0
     softcap: float = 0.0
     anchor: str = "canvas"
     span: int = 0
     block_size: int = 16
     dtype: str = "bfloat16"
     is_fp8: bool = False
+
+    def passes(self, canvas_length: int, max_model_len: int) -> Iterator[AttentionShape]:
+        """Yield the passes that check these layers: a prompt's end with its canvas, a whole prompt,
+        canvases alone, each behind a short context and a long one.
+
+        Args:
+            canvas_length: Tokens of a canvas.
+            max_model_len: Longest sequence.
+        """
+        C = canvas_length
+        longest = max(1, max_model_len - 2 * C)
+        for rows in (((2 * C, C), (C, 0)), ((C + 5, C + 5), (C, 0)), ((C, 0), (C, 0))):
+            for context in sorted({min(context, longest) for context in CONTEXTS}):
+                yield replace(self, rows=rows, context=context)
 
     def batch(self, device: torch.device) -> CanvasBatch:
         """Random tensors of the shape."""

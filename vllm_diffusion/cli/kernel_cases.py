@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from vllm_diffusion.startup.plan import DiffusionPlan
 
 Kernel = Literal["device", "noise", "attention", "statistics", "kept rows"]
-# Tokens before a canvas: keys in one piece, and cut into splits. Longer ones repeat the same loop.
-CONTEXTS = (300, 3000)
 # Rows of small inputs, and ids of a tile. The sampler's is a multiple: Triton compiles the same for
 # both.
 MAX_ROWS, TILE = 64, 8192
@@ -132,28 +130,20 @@ class Served:
         return case.impl == ("triton" if self.attention == "auto" else self.attention)
 
     def _passes(self, kind: LayerKind) -> Iterator[AttentionShape]:
-        """Yield passes of a kind of layer: a prompt's end with its canvas, a whole prompt, canvases
-        alone.
-        """
-        C = self.canvas_length
-        passes = (((2 * C, C), (C, 0)), ((C + 5, C + 5), (C, 0)), ((C, 0), (C, 0)))
-        longest = max(1, self.max_model_len - 2 * C)
+        """Yield the passes that check a kind of layer, with each kind of span."""
         for span in self.spans:
-            for rows in passes:
-                for context in sorted({min(context, longest) for context in CONTEXTS}):
-                    yield AttentionShape(
-                        kind.num_heads,
-                        kind.num_kv_heads,
-                        kind.head_dim,
-                        kind.window,
-                        rows,
-                        context,
-                        anchor=self.anchor,
-                        span=span,
-                        block_size=self.block_size,
-                        dtype=self.dtype,
-                        is_fp8=kind.cache_dtype.startswith("fp8"),
-                    )
+            shape = AttentionShape(
+                kind.num_heads,
+                kind.num_kv_heads,
+                kind.head_dim,
+                kind.window,
+                anchor=self.anchor,
+                span=span,
+                block_size=self.block_size,
+                dtype=self.dtype,
+                is_fp8=kind.cache_dtype.startswith("fp8"),
+            )
+            yield from shape.passes(self.canvas_length, self.max_model_len)
 
 
 def published_26b() -> Served:
