@@ -30,7 +30,8 @@ def measured(runs: Sequence[Run]) -> str:
         where = f"{_model(gpu)}, {run.started[:10]}, {run.origin.commit[:7]}"
         for i, figure in enumerate(FIGURES):
             numbers = figure.measured(run.found)
-            if numbers is None or (i, gpu) in known:
+            is_outdated = figure.experiments in run.facts.outdated
+            if numbers is None or (i, gpu) in known or is_outdated:
                 continue
             known.add((i, gpu))
             attention = _attention(figure, run)

@@ -100,10 +100,12 @@ class Facts:
         stock_attention: Attention back end of stock's server, for rows that do not name it.
         figures: What was measured beside the experiments: ``text`` and ``measured``, and where
             there are any ``predicted``, ``peer`` and the ``experiment`` whose question it answers.
+        outdated: Experiments whose figures the document has no more; their rows stay here.
     """
 
     stock_attention: str | None = None
     figures: list[dict[str, str]] = field(default_factory=list)
+    outdated: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
