@@ -5,8 +5,6 @@ The answers are those of stock vLLM's own class.
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import re
 import string
@@ -18,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.robustness.requests import picture
 from tests.support.engines.server import Server, start_server
 from tests.support.models.checkpoints import SHIPPED
 from tests.support.oracles.oracle import Oracle
@@ -268,27 +267,21 @@ def test_argmax_is_label(seeing: Server, checkpoint: Path) -> None:
     raise AssertionError(f"the likeliest token was in all cases a label: {seen}")
 
 
-def picture(colour: str) -> str:
-    """Return a picture as a data URL."""
-    content = io.BytesIO()
-    pytest.importorskip("PIL.Image").new("RGB", (96, 96), colour).save(content, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("joint", [False, True], ids=["a canvas each", "one canvas"])
 def test_images(joint: bool, seeing: Server) -> None:
     """Another picture gives other probabilities, and the same picture the same ones."""
 
-    def answers(*colours: str) -> Any:
+    def answers(*shades: int) -> Any:
         body = {"state": "A picture.", "questions": SYSTEM_ONE, "joint": joint}
-        response = seeing.post("/v1/systemone", {**body, "images": [picture(c) for c in colours]})
+        images = [picture(96, 96, shade) for shade in shades]
+        response = seeing.post("/v1/systemone", {**body, "images": images})
         return response.json()["answers"] if response.status_code == 200 else response.text
 
-    red = answers("red")
-    assert list(red) == list(SYSTEM_ONE), red
-    assert red == answers("red") != answers("blue")
-    assert "image" in answers("red", "blue")
+    bright = answers(200)
+    assert list(bright) == list(SYSTEM_ONE), bright
+    assert bright == answers(200) != answers(10)
+    assert "image" in answers(200, 10)
 
 
 REFUSED = {

@@ -301,22 +301,6 @@ def test_checkpoint_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.Monkey
     configure(tmp_path, load_format="dummy")
 
 
-def _truncate(path: Path, size: int) -> None:
-    with path.open("r+b") as file:
-        file.truncate(size)
-
-
-def _overwrite(path: Path, offset: int, content: bytes) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        file.write(content)
-
-
-def _name_missing_shard(path: Path) -> None:
-    index = path.with_name("model.safetensors.index.json")
-    index.write_text(json.dumps({"weight_map": {"a": path.name, "b": "model-2.safetensors"}}))
-
-
 @pytest.mark.parametrize("name", ["model-2.safetensors", "generation_config.json"])
 def test_named_pipe(name: str, tmp_path: Path) -> None:
     """A named pipe in a checkpoint's folder is reported, and not waited for."""
@@ -329,24 +313,20 @@ def test_named_pipe(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "word"),
+    "damage",
     [
-        pytest.param(lambda path: _truncate(path, 100_000), "truncated", id="truncated"),
-        pytest.param(lambda path: _truncate(path, 100), "truncated", id="truncated in its header"),
-        pytest.param(lambda path: _truncate(path, 0), "truncated", id="empty"),
-        pytest.param(lambda path: _overwrite(path, 8, b"{{{{"), "truncated", id="damaged header"),
-        pytest.param(lambda path: _overwrite(path, 0, b"\xff" * 8), "truncated", id="no header"),
-        pytest.param(_name_missing_shard, "model-2.safetensors", id="missing shard"),
+        pytest.param(lambda content: content[:100_000], id="truncated"),
+        pytest.param(lambda content: content[:100], id="truncated in its header"),
+        pytest.param(lambda content: b"", id="empty"),
+        pytest.param(lambda content: content[:8] + b"{{{{" + content[12:], id="damaged header"),
+        pytest.param(lambda content: b"\xff" * 8 + content[8:], id="no header"),
     ],
 )
-def test_damaged_weights(damage: Callable[[Path], None], word: str, tmp_path: Path) -> None:
+def test_damaged_weights(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
     """A damaged file is named before the engine starts."""
     path = copy_checkpoint(tmp_path) / "model.safetensors"
-    damage(path)
-    message = refusal(tmp_path)
-    assert "model.safetensors" in message
-    assert word in message
-    assert "again" in message
+    path.write_bytes(damage(path.read_bytes()))
+    assert re.search(r"model\.safetensors.*truncated.*again", refusal(tmp_path))
     configure(tmp_path, load_format="dummy")
 
 
