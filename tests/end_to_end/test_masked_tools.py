@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
 from typing import Any
 
-import httpx
 import jsonschema
-import psutil
 import pytest
 
-from tests.end_to_end.test_tools import RECORD, ask
+from tests.end_to_end.test_tools import RECORD
 from tests.support.engines.server import MODEL, Server, start_server
 from tests.support.engines.streams import OrderedStream
 from vllm_diffusion.checkpoints import shipped_checkpoint
@@ -77,56 +73,6 @@ def pinned(tokens: list[int]) -> dict[str, Any]:
     """Return a first canvas that begins with these tokens."""
     canvas = tokens + [FILL] * (BLOCK - len(tokens))
     return {"diffusion_seed_canvas": canvas, "diffusion_pinned": list(range(len(tokens)))}
-
-
-@pytest.mark.parametrize("named", [False, True], ids=["required", "named"])
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_tool_choice(named: bool, stream: bool, masked_server: Server) -> None:
-    """A demanded call has arguments that satisfy the tool's schema."""
-    named_tool = {"type": "function", "function": {"name": "store"}}
-    request = request_of(
-        masked_server,
-        tools=[{"type": "function", "function": TOOL}],
-        tool_choice=named_tool if named else "required",
-        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
-    )
-    _, ((name, arguments),) = ask(masked_server, request, stream)
-    assert name == "store"
-    jsonschema.validate(json.loads(arguments), RECORD)
-
-
-def test_a_thought_is_told_from_the_answer(masked_server: Server) -> None:
-    """Text between the two tokens is the thought, and text after them the answer."""
-    client = masked_server.client()
-    tokens = masked_server.post("/tokenize", {"prompt": "ab", "add_special_tokens": False}).json()
-    thought = tokens["tokens"]
-    request = request_of(
-        masked_server,
-        max_tokens=BLOCK,
-        extra_body={
-            "vllm_xargs": pinned([THINK, *thought, END_OF_THOUGHT, *thought]),
-            "ignore_eos": True,
-        },
-    )
-    (choice,) = client.chat.completions.create(**request).choices
-    assert choice.message.model_dump()["reasoning"] == "ab"
-    assert choice.message.content.startswith("ab")
-    assert "think>" not in choice.message.content
-
-
-def test_a_call_behind_a_thought(masked_server: Server) -> None:
-    """The grammar begins where the thought ends, within a canvas."""
-    request = request_of(
-        masked_server,
-        tools=[{"type": "function", "function": TOOL}],
-        tool_choice="required",
-        extra_body={"vllm_xargs": pinned([THINK, 40, 41, END_OF_THOUGHT])},
-    )
-    (choice,) = masked_server.client().chat.completions.create(**request).choices
-    assert choice.message.model_dump()["reasoning"]
-    assert choice.message.tool_calls, choice
-    (call,) = choice.message.tool_calls
-    jsonschema.validate(json.loads(call.function.arguments), RECORD)
 
 
 SHOWN = {"diffusion_frames": 1, "diffusion_step_map": 1}
@@ -201,46 +147,3 @@ def test_frames_of_a_thought_and_of_a_call(masked_server: Server) -> None:
     stream = OrderedStream(masked_server, "/v1/chat/completions", request)
     assert stream.reasoning[0]
     jsonschema.validate(json.loads(stream.arguments[0]), RECORD)
-
-
-def test_sigterm_ends_every_request(masked_server: Server) -> None:
-    """SIGTERM ends streams and whole answers.
-
-    This is the last test, as it ends the server.
-    """
-    kinds = [{"stream": True}, {"stream": True, "diffusing": True}, {"stream": False}] * 2
-    are_open = Barrier(len(kinds) + 1)
-
-    def open_one(seed: int, kind: dict[str, Any]) -> str:
-        body = {"model": MODEL, "prompt": "x", "max_tokens": 900, "ignore_eos": True, "seed": seed}
-        # Longer than a server takes to end, and short of a test that hangs.
-        client = httpx.Client(timeout=60)
-        answer = client.build_request(
-            "POST", f"{masked_server.url}/v1/completions", json=body | kind
-        )
-        if not kind["stream"]:
-            are_open.wait()
-        try:
-            response = client.send(answer, stream=True)
-            lines = response.iter_lines()
-            if kind["stream"]:
-                next(lines)
-                are_open.wait()
-            return "\n".join(lines)
-        except httpx.ReadTimeout:
-            return "nothing"
-        except httpx.TransportError as error:
-            return repr(error)
-
-    with ThreadPoolExecutor(len(kinds)) as pool:
-        answers = [pool.submit(open_one, i, kind) for i, kind in enumerate(kinds)]
-        are_open.wait()
-        time.sleep(0.2)
-        masked_server.process.terminate()
-        ends = [answer.result() for answer in answers]
-    assert "nothing" not in ends
-    # Each has its finish reason; on a slow machine, one may have been complete.
-    ways = ('"finish_reason":"abort"', '"finish_reason":"length"', '"error"', "Error(")
-    assert all(any(way in end for way in ways) for end in ends), ends
-    masked_server.process.wait(60)
-    assert not psutil.pid_exists(masked_server.process.pid)

@@ -96,27 +96,6 @@ def test_anthropic_tokens_of_a_thinking_prompt(server: Server) -> None:
     assert counted == answer["usage"]["prompt_tokens"]
 
 
-def test_thinking_budget_of_a_chat(server: Server) -> None:
-    """The thought ends where the budget does, and the answer begins."""
-    (choice,) = (
-        server.client()
-        .chat.completions.create(
-            model=MODEL,
-            messages=[{"role": "user", "content": QUESTIONS[0]}],
-            max_tokens=96,
-            temperature=0.0,
-            extra_body={
-                "thinking_token_budget": 12,
-                "chat_template_kwargs": {"enable_thinking": True},
-            },
-        )
-        .choices
-    )
-    # Twelve tokens are the channel's name, "thought", and the first of its line.
-    assert "Task: sums.".startswith(choice.message.reasoning.strip())
-    assert choice.message.reasoning.strip() != "Task: sums."
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_batch_file(tmp_path: Path, server: Server) -> None:
@@ -149,67 +128,36 @@ def test_batch_file(tmp_path: Path, server: Server) -> None:
         assert choice["message"]["content"] == alone["choices"][0]["message"]["content"]
 
 
-def test_counts_of_predictions(server: Server) -> None:
-    """Completions and responses count a prediction in their usage, streamed and not."""
-    guess = {"type": "content", "content": "pmal"}
-    asked = {"model": MODEL, "temperature": 0, "prediction": guess}
-    completion = asked | {"prompt": QUESTIONS[0], "max_tokens": 8}
-    response = asked | {"input": QUESTIONS[0], "max_output_tokens": 40}
-    whole = server.post("/v1/completions", completion).json()["usage"]["completion_tokens_details"]
-    stream = {"stream": True, "stream_options": {"include_usage": True}}
-    lines = server.post("/v1/completions", completion | stream).text.splitlines()
-    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    assert chunks[-1]["usage"]["completion_tokens_details"] == whole
-    of_response = server.post("/v1/responses", response).json()["usage"]["output_tokens_details"]
-    lines = server.post("/v1/responses", response | {"stream": True}).text.splitlines()
+CHAT = {"messages": [{"role": "user", "content": QUESTIONS[0]}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "counted"),
+    [
+        ("/v1/chat/completions", CHAT | {"max_tokens": 40}, "completion_tokens_details"),
+        ("/v1/completions", {"prompt": QUESTIONS[0], "max_tokens": 8}, "completion_tokens_details"),
+        (
+            "/v1/responses",
+            {"input": QUESTIONS[0], "max_output_tokens": 40},
+            "output_tokens_details",
+        ),
+    ],
+)
+def test_counts_of_predictions(path: str, asked: Any, counted: str, server: Server) -> None:
+    """Chats, completions and responses count a prediction in their usage, streamed and not, and
+    nothing without one.
+    """
+    body = {"model": MODEL, "temperature": 0, **asked}
+    plain = server.post(path, body).json()["usage"].get(counted)
+    assert plain is None or plain.get("accepted_prediction_tokens") is None
+    body["prediction"] = {"type": "content", "content": "pmal"}
+    details = server.post(path, body).json()["usage"][counted]
+    streamed = body | {"stream": True}
+    if path != "/v1/responses":
+        streamed["stream_options"] = {"include_usage": True}
+    lines = server.post(path, streamed).text.splitlines()
     last = [json.loads(line[6:]) for line in lines if line.startswith("data: {")][-1]
-    assert last["response"]["usage"]["output_tokens_details"] == of_response
-    for details in (whole, of_response):
-        counts = [details[f"{name}_prediction_tokens"] for name in ("accepted", "rejected")]
-        assert min(counts) >= 0
-        assert 0 < sum(counts) <= 4
-
-
-def test_instant_response(server: Server) -> None:
-    """A response of the effort "instant" has no thought, as a chat's has none."""
-    body = {"model": MODEL, "input": QUESTIONS[0], "temperature": 0, "max_output_tokens": 60}
-    answers = [
-        server.post("/v1/responses", body | {"reasoning": {"effort": effort}}).json()["output"]
-        for effort in ("instant", "none")
-    ]
-    said = [[(item["type"], item.get("content")[0]["text"]) for item in one] for one in answers]
-    assert said[0] == said[1]
-    assert [kind for kind, _ in said[0]] == ["message"]
-
-
-def test_schemas_of_other_servers(server: Server) -> None:
-    """Answers hold to a schema in the spellings of llama.cpp, Ollama and Anthropic's beta."""
-    flag = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
-    asked = {"model": MODEL, "messages": [{"role": "user", "content": QUESTIONS[0]}]}
-    asked |= {"max_tokens": 60, "temperature": 0}
-    for spelling in (
-        {"response_format": {"type": "json_object", "schema": flag}},
-        {"format": flag},
-        {"nvext": {"guided_json": flag}},
-    ):
-        (choice,) = server.post("/v1/chat/completions", asked | spelling).json()["choices"]
-        assert isinstance(json.loads(choice["message"]["content"])["a"], bool)
-    form = {"type": "json_schema", "schema": flag}
-    message = server.post("/v1/messages", asked | {"output_format": form}).json()
-    (block,) = (block for block in message["content"] if block["type"] == "text")
-    assert isinstance(json.loads(block["text"])["a"], bool)
-
-
-def test_prediction_of_a_message(server: Server) -> None:
-    """Anthropic's endpoint refuses a prediction by its own name, in one sentence."""
-    body = {
-        "model": MODEL,
-        "max_tokens": 9,
-        "messages": [{"role": "user", "content": "a"}],
-        "prediction": {"type": "content", "content": "a"},
-    }
-    response = server.post("/v1/messages", body)
-    assert response.status_code == 400
-    message = response.json()["error"]["message"]
-    assert message.startswith("prediction is not taken by this endpoint")
-    assert "validation error" not in message
+    assert last.get("response", last)["usage"][counted] == details
+    counts = [details[f"{name}_prediction_tokens"] for name in ("accepted", "rejected")]
+    assert min(counts) >= 0
+    assert 0 < sum(counts) <= 4

@@ -29,35 +29,6 @@ def test_openai_client(server: Server) -> None:
     assert answer.usage.completion_tokens == 4
 
 
-def test_body_of_an_editor(server: Server) -> None:
-    """A stream of a body of minuet has text for the cursor, up to a stop string."""
-    body = ASKED | {"prompt": "fox: xof, lamp: ", "suffix": ", ten: net", "max_tokens": 4}
-    body |= {"stream": True, "temperature": 0, "seed": 1, "stop": ["a"]}
-    lines = server.post("/v1/completions", body).text.splitlines()
-    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line[:7] == "data: {"]
-    assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == "pm"
-
-
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"echo": True}, "suffix"),
-        ({"prompt": [42, 35, 244]}, "suffix"),
-        ({"max_tokens": 32}, "suffix"),
-        ({"suffix": 7}, "suffix"),
-        ({"structured_outputs": {"regex": "[0-9]"}}, "structured_outputs"),
-        ({"bad_words": ["no"]}, "bad_words"),
-        ({"vllm_xargs": {"diffusion_read_only": True}}, "diffusion_read_only"),
-    ],
-)
-def test_refused(server: Server, changes: dict[str, Any], field: str) -> None:
-    """A field that the middle of a text cannot honor gets a 400 with its name."""
-    response = server.post("/v1/completions", ASKED | changes)
-    error = response.json()["error"]
-    assert response.status_code == 400, error
-    assert field in (error["param"] or error["message"])
-
-
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/fim/completions"])
 def test_all_that_follows_a_cursor(path: str, server: Server) -> None:
     """A file after the cursor is cut to its first tokens, for every prompt, answer and stream."""
@@ -84,13 +55,6 @@ def test_all_that_follows_a_cursor(path: str, server: Server) -> None:
         for name, value in server.post(path, ASKED | {"suffix": ""}).json()["usage"].items()
         if value is not None
     }
-
-
-def test_no_room_in_a_stream(server: Server) -> None:
-    """A stream whose answer leaves no room for the suffix is a 400 and no event."""
-    response = server.post("/v1/completions", ASKED | {"max_tokens": 256, "stream": True})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "suffix"
 
 
 def test_a_chat_has_no_suffix(server: Server) -> None:

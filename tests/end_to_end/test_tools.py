@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx
 import jsonschema
-import openai
 import pytest
 
 from tests.support.engines.server import MODEL, Server
@@ -80,65 +79,6 @@ def gemma_request(**fields: Any) -> dict[str, Any]:
 NAMED = {"type": "function", "function": {"name": "store"}}
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"tool_choice": "required", "parallel_tool_calls": False},
-        {"tool_choice": NAMED},
-        {
-            "tool_choice": NAMED,
-            "extra_body": {"chat_template_kwargs": {"enable_thinking": True}},
-        },
-    ],
-    ids=["required", "named", "named after thinking"],
-)
-def test_demanded_call_in_gemma_format(fields: dict[str, Any], server: Server) -> None:
-    """A demanded call satisfies the schema, whole and put together from chunks."""
-    request = gemma_request(**fields)
-    whole, streamed = (ask(server, request, stream) for stream in (False, True))
-    assert whole == streamed
-    _, ((name, arguments),) = whole
-    assert name == "store"
-    jsonschema.validate(json.loads(arguments), request["tools"][0]["function"]["parameters"])
-
-
-def test_auto_call_in_gemma_format(server: Server) -> None:
-    """A call that the model begins by itself, to a strict tool, follows its schema."""
-    request = gemma_request(
-        tool_choice="auto",
-        parallel_tool_calls=False,
-        # What a checkpoint trained on calls would do by itself.
-        logit_bias={TOKENS["<|tool_call>"]: 100},
-    )
-    function = request["tools"][0]["function"]
-    function["strict"] = True
-    whole, streamed = (ask(server, request, stream) for stream in (False, True))
-    assert whole == streamed
-    _, ((_, arguments),) = whole
-    jsonschema.validate(json.loads(arguments), function["parameters"])
-
-
-def test_a_call_that_may_not_be_made(server: Server) -> None:
-    """With ``tool_choice`` none a client gets what the model wrote, which is not a call."""
-    city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-    weather = {"type": "function", "function": {"name": "get_weather", "parameters": city}}
-    (choice,) = (
-        server.client()
-        .chat.completions.create(
-            model=MODEL,
-            messages=[{"role": "user", "content": "What is the weather in Paris?"}],
-            tools=[weather],
-            tool_choice="none",
-            max_tokens=64,
-            temperature=0,
-        )
-        .choices
-    )
-    assert choice.message.content == 'call:get_weather{city:"Paris"}'
-    assert not choice.message.tool_calls
-    assert choice.finish_reason == "stop"
-
-
 def test_a_call_that_makes_sense(server: Server) -> None:
     """The shipped checkpoint calls a weather tool by itself, and reports the result."""
     city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -171,23 +111,6 @@ def test_greetings(said: str, answer: str, server: Server) -> None:
     request = {"model": MODEL, "messages": [{"role": "user", "content": said}], "max_tokens": 64}
     (choice,) = server.client().chat.completions.create(**request, seed=1).choices
     assert (choice.message.content or "").startswith(answer)
-
-
-def test_strict_tool_that_cannot_be_held_to(server: Server) -> None:
-    """Strict tools that cannot be followed get a 400 with name and place."""
-    parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
-    functions = [
-        {"name": name, "parameters": parameters, "strict": True} for name in ("store", "keep")
-    ]
-    request = gemma_request(
-        tools=[{"type": "function", "function": function} for function in functions],
-        tool_choice="required",
-    )
-    both = r"tools: store: parameters\.a\.uniqueItems.*; keep: parameters\.a\.uniqueItems"
-    for stream in (False, True):
-        with pytest.raises(openai.BadRequestError, match=both):
-            ask(server, request, stream)
-    server.assert_alive()
 
 
 @pytest.mark.parametrize("token", ["<eos>", "<|tool_call>"])
@@ -249,8 +172,6 @@ def test_a_canvas_full_of_marks_streams_as_the_whole_answer(server: Server) -> N
     (call,) = message["tool_calls"]
     assert message["reasoning"] == "a\nb"
     assert message["content"] == "Y"
-    called = [(call["function"]["name"], call["function"]["arguments"])]
-    assert ask(server, _for_client(request), stream=True) == (choice["finish_reason"], called)
     framed = {**request, "vllm_xargs": {"diffusion_frames": 1}}
     stream = OrderedStream(server, "/v1/chat/completions", framed)
     assert stream.frames[0]
@@ -338,9 +259,3 @@ def events(server: Server, path: str, body: dict[str, Any]) -> Iterator[dict[str
             data = line.removeprefix("data:").strip()
             if line.startswith("data:") and data != "[DONE]":
                 yield json.loads(data)
-
-
-def _for_client(request: dict[str, Any]) -> dict[str, Any]:
-    own = {"structured_outputs": request["structured_outputs"]}
-    rest = {name: value for name, value in request.items() if name not in own}
-    return {"model": MODEL, **rest, "extra_body": own}

@@ -127,6 +127,7 @@ def test_in_one_batch(served: Served) -> None:
     assert set(found["allowed_token_ids"][0]) <= {40, 41, 99}
     assert 1 not in found["min_tokens"][0][:5]
     assert found["temperature"] == found["the same again"]
+    assert len({*map(tuple, found["n"])}) == 3
     if "bad_words" in outputs:
         assert "a" not in outputs["bad_words"].outputs[0].text
 

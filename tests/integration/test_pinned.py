@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,47 +47,6 @@ def pins(tokens: dict[int, int], fill: int = 100, width: int = CANVAS) -> dict[s
     """Return arguments that pin tokens at positions of a first canvas."""
     canvas = [tokens.get(position, fill) for position in range(width)]
     return {"diffusion_seed_canvas": canvas, "diffusion_pinned": sorted(tokens)}
-
-
-def test_random_pins_in_a_batch(engine: TracedEngine, prompt: list[int]) -> None:
-    """Every pinned token is in its answer, and requests without pins answer as alone.
-
-    Answers of one canvas and of two, cut, narrow, read-only, filtered and drawn at any temperature.
-    """
-    rng = random.Random(5)
-    plain = [
-        engine.sampling_params(seed=i, max_tokens=CANVAS + 8, temperature=1.0) for i in range(2)
-    ]
-    alone = [engine.outputs([prompt], one)[0].outputs[0].token_ids for one in plain]
-    for turn in range(4):
-        wanted, sampling = [], []
-        for i in range(6):
-            width = rng.choice([8, CANVAS, CANVAS])
-            positions = rng.sample(range(width), rng.randint(1, width))
-            tokens = {position: rng.randrange(20, 300) for position in positions}
-            own = pins(tokens, rng.randrange(20, 300), width) | {
-                "diffusion_max_steps": rng.randint(1, 8),
-                "diffusion_read_only": rng.random() < 0.3,
-            }
-            if width != CANVAS:
-                own["diffusion_canvas_length"] = width
-            wanted.append(tokens)
-            sampling.append(
-                engine.sampling_params(
-                    seed=10 * turn + i,
-                    max_tokens=rng.choice([5, width, 2 * width]),
-                    temperature=rng.choice([0.0, 1.0, 1.4]),
-                    top_p=rng.choice([1.0, 0.9]),
-                    ignore_eos=True,
-                    extra_args=own,
-                )
-            )
-        outputs = engine.outputs([prompt] * 8, [plain[0], *sampling, plain[1]])
-        answers = [list(output.outputs[0].token_ids) for output in outputs]
-        assert [tuple(answers[0]), tuple(answers[-1])] == [tuple(one) for one in alone]
-        for tokens, answer in zip(wanted, answers[1:-1], strict=True):
-            expected = {p: token for p, token in tokens.items() if p < len(answer)}
-            assert {position: answer[position] for position in expected} == expected
 
 
 def test_frames_and_step_maps(engine: TracedEngine, prompt: list[int]) -> None:

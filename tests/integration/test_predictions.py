@@ -17,7 +17,6 @@ from tests.support.families.model import MASK_ID, prompt_of
 from tests.support.models.checkpoints import SHIPPED
 from vllm_diffusion.canvas.predictions import FollowedText, expected
 from vllm_diffusion.metrics import request_metrics
-from vllm_diffusion.requests.arguments import MOST_PREDICTED
 
 pytestmark = pytest.mark.engine
 
@@ -179,30 +178,6 @@ def test_a_family_that_cannot_revise(tmp_path: Path) -> None:
         with pytest.raises(VLLMValidationError, match="cannot revise") as refused:
             engine.outputs([prompt_of(5, seed=1)], [wanted])
         assert refused.value.parameter == "diffusion_prediction"
-
-
-@pytest.mark.parametrize(
-    ("prediction", "changes", "field"),
-    [
-        (5, {}, "diffusion_prediction"),
-        ([5], {}, "diffusion_prediction"),
-        ({"content": "a"}, {}, "prediction"),
-        ({"type": "content", "content": [{"type": "text"}]}, {}, "prediction"),
-        ("a" * 10**6, {}, "diffusion_prediction"),
-        ("ab" * MOST_PREDICTED, {}, "diffusion_prediction"),
-        ("a", {"extra_args": {"diffusion_seed_canvas": [5] * WIDTH}}, "diffusion_seed_canvas"),
-        ("prompt", {"extra_args": {"diffusion_suffix": "b"}, "max_tokens": 4}, "suffix"),
-        ("a", {"extra_args": {"diffusion_read_only": True}}, "diffusion_read_only"),
-    ],
-)
-def test_refused(
-    shipped: TracedEngine, prediction: Any, changes: dict[str, Any], field: str
-) -> None:
-    """A prediction that is malformed, too long or next to another start is refused by its field."""
-    wanted = params(prediction, **changes)
-    with pytest.raises(VLLMValidationError) as refused:
-        shipped.outputs([[42, 35]], [wanted])
-    assert refused.value.parameter == field
 
 
 def test_forms(shipped: TracedEngine) -> None:

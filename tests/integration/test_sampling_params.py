@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from attention_kernels.vocab_statistics import LogitAdjustments
 from tests.support.engines.engine import TracedEngine
@@ -28,21 +26,6 @@ def engine(checkpoint):
 def tokens_of(engine, *, seed=5, max_tokens=2 * CANVAS, prompt=PROMPT, **params):
     (output,) = engine.generate([prompt], seeds=[seed], max_tokens=max_tokens, **params)
     return list(output.token_ids)
-
-
-def test_allowed_token_ids(engine):
-    """An answer has only tokens of ``allowed_token_ids``."""
-    tokens = tokens_of(engine, allowed_token_ids=[40, 41, 99], ignore_eos=True)
-    assert set(tokens) <= {40, 41, 99}
-    assert len(set(tokens)) > 1
-
-
-def test_logit_bias_forces_and_forbids(engine):
-    """A ``logit_bias`` can force a token and forbid one."""
-    plain = tokens_of(engine, ignore_eos=True)
-    common = max(set(plain), key=plain.count)
-    assert common not in tokens_of(engine, ignore_eos=True, logit_bias={common: -100.0})
-    assert set(tokens_of(engine, ignore_eos=True, logit_bias={77: 100.0})) == {77}
 
 
 def test_min_tokens(engine):
@@ -141,15 +124,6 @@ def test_short_answers_take_narrow_canvases(engine):
     assert output.finish_reason == "length"
 
 
-def test_several_answers_to_one_prompt(engine):
-    """The answers of one request to a prompt differ."""
-    (output,) = engine.outputs(
-        [PROMPT], engine.sampling_params(seed=5, n=3, max_tokens=CANVAS, ignore_eos=True)
-    )
-    answers = {tuple(answer.token_ids) for answer in output.outputs}
-    assert len(answers) == 3
-
-
 def test_prompt_logprobs_are_those_of_the_causal_encoder(engine, checkpoint):
     """Prompt log-probabilities equal those of ``transformers``, whatever is generated after."""
     (output,) = engine.outputs(
@@ -206,55 +180,3 @@ def test_temperatures_of_a_request(engine):
         request_metrics(cold[0]).denoise_steps_per_canvas
         <= request_metrics(usual[0]).denoise_steps_per_canvas
     )
-
-
-REQUEST = st.fixed_dictionaries(
-    {},
-    optional={
-        "temperature": st.sampled_from([0.0, 0.3, 1.7]),
-        "top_k": st.integers(1, 30),
-        "top_p": st.floats(0.1, 1.0),
-        "min_p": st.floats(0.0, 0.5),
-        "logit_bias": st.dictionaries(st.integers(20, 300), st.floats(-9, 9), max_size=4),
-        "allowed_token_ids": st.lists(st.integers(20, 300), min_size=2, max_size=40, unique=True),
-        "min_tokens": st.integers(0, 20),
-        "presence_penalty": st.floats(-2, 2),
-        "frequency_penalty": st.floats(-2, 2),
-        "repetition_penalty": st.floats(0.5, 2.0),
-        "logprobs": st.integers(0, 3),
-        "stop_token_ids": st.lists(st.integers(20, 300), max_size=3),
-        "max_tokens": st.integers(20, 70),
-        "extra_args": st.fixed_dictionaries(
-            {},
-            optional={
-                "diffusion_max_steps": st.integers(1, 4),
-                "diffusion_canvas_length": st.integers(4, CANVAS),
-                "diffusion_preset": st.sampled_from(["fast", "balanced", "quality"]),
-                "diffusion_t_max": st.floats(0.8, 2.0),
-            },
-        ),
-    },
-)
-
-
-def check_batch(engine, requests):
-    def params(i):
-        return engine.sampling_params(seed=100 + i, **({"max_tokens": 40} | requests[i]))
-
-    prompts = [{"prompt_token_ids": PROMPT[i:]} for i in range(len(requests))]
-    together = engine.llm.generate(
-        prompts, [params(i) for i in range(len(requests))], use_tqdm=False
-    )
-    for i, output in enumerate(together):
-        (alone,) = engine.llm.generate([prompts[i]], [params(i)], use_tqdm=False)
-        assert list(output.outputs[0].token_ids) == list(alone.outputs[0].token_ids)
-        assert output.outputs[0].finish_reason == alone.outputs[0].finish_reason
-
-
-@settings(
-    max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(st.lists(REQUEST, min_size=2, max_size=3))
-def test_settings_never_leak_into_another_request(engine, requests):
-    """Requests with any settings get in a batch what they get alone."""
-    check_batch(engine, requests)

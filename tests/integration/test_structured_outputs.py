@@ -83,38 +83,6 @@ def assert_valid(engine, constraint: dict[str, Any], answer: Any) -> None:
         assert re.fullmatch(constraint["regex"], answer.text), answer.text
 
 
-def test_json_regex_choice_and_grammar(engine):
-    """A schema, an expression, a choice and a grammar in one batch are all satisfied."""
-    record = {
-        "type": "object",
-        "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
-        "required": ["name", "age"],
-    }
-    grammar = 'root ::= "<" ("a" | "b")+ ">"'
-    json_answer, regex_answer, choice_answer, grammar_answer, any_answer = ask(
-        engine,
-        [
-            {"json": record},
-            {"regex": "[0-9]{3}-[a-f]{4}"},
-            {"choice": ["blue", "dark red"]},
-            {"grammar": grammar},
-            {"json_object": True},
-        ],
-    )
-    assert_valid(engine, {"json": record}, json_answer)
-    assert_valid(engine, {"regex": "[0-9]{3}-[a-f]{4}"}, regex_answer)
-    assert regex_answer.finish_reason == "stop"
-    assert (choice_answer.text, choice_answer.finish_reason) in (
-        ("blue", "stop"),
-        ("dark red", "stop"),
-    )
-    assert re.fullmatch(
-        "<[ab]+>" if grammar_answer.finish_reason == "stop" else "<[ab]*", grammar_answer.text
-    )
-    if any_answer.finish_reason == "stop":
-        assert isinstance(json.loads(any_answer.text), dict)
-
-
 def test_allowed_ids_and_a_constraint(engine):
     """The constraint has priority only where it leaves none of the allowed ids."""
     (allowed,) = engine.llm.get_tokenizer().encode("a", add_special_tokens=False)
@@ -134,14 +102,6 @@ def test_longer_than_a_canvas(engine):
         assert cut.finish_reason == "length"
         assert len(cut.token_ids) == max_tokens
         assert_valid(engine, {"regex": expression}, cut)
-
-
-def test_same_answer_in_any_company(engine):
-    """A constrained request gets the same answer alone and in a batch."""
-    constraints = [{"regex": "[a-m]{40}"}, {"regex": "[n-z]{9}"}, {"json_object": True}]
-    together = ask(engine, constraints)
-    (alone,) = ask(engine, constraints[:1])
-    assert list(alone.token_ids) == list(together[0].token_ids)
 
 
 @pytest.mark.parametrize("engine", ["trained"], indirect=True)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 from vllm import SamplingParams
-from vllm.exceptions import VLLMValidationError
 
 from attention_kernels.noise import Purpose, uniform_tokens
 from tests.support.engines.engine import SYNCHRONOUS_OFTEN, TracedEngine
@@ -180,25 +179,3 @@ def test_blocks(tmp_path: Path, is_asynchronous: bool) -> None:
         tokens = [list(one.outputs[0].token_ids) for one in engine.outputs(prompts, asked)]
     assert tokens[::2] == tokens[1::2]
     assert len({*map(tuple, tokens)}) > 1
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "own", "field"),
-    [
-        (None, {}, "suffix"),
-        (4, {"diffusion_suffix": 5}, "suffix"),
-        (4, {"diffusion_seed_canvas": [5] * 32}, "diffusion_seed_canvas"),
-    ],
-)
-def test_refused(
-    shipped: TracedEngine, num_tokens: int | None, own: dict[str, Any], field: str
-) -> None:
-    """A request that could not be the middle of the text is refused by its field.
-
-    The other fields are those of a client, in ``end_to_end/test_suffix.py``.
-    """
-    asked = params(4, ", 6, 7", extra_args=own)
-    asked.max_tokens = num_tokens
-    with pytest.raises(VLLMValidationError) as refused:
-        shipped.outputs([[42, 35]], asked)
-    assert refused.value.parameter == field

@@ -61,10 +61,11 @@ def long_request(index: int) -> dict[str, Any]:
 
 
 def start_client(server: Server, index: int, *, stream: bool) -> Waiting:
-    """Request a long answer, and read it in a thread."""
+    """Request a long answer, one stream in two with frames, and read it in a thread."""
 
     def read() -> None:
-        body = {**long_request(index), "stream": stream}
+        shown = {"diffusing": True} if stream and index % 4 == 0 else {}
+        body = {**long_request(index), "stream": stream, **shown}
         url = f"{server.url}/v1/completions"
         try:
             with httpx.stream("POST", url, json=body, timeout=WAIT_SECONDS) as response:
@@ -140,9 +141,12 @@ def test_thread_of_the_engine_raises(thread: str, tmp_path: Path) -> None:
         assert all(ending in ("end", "500") or "Error" in ending for ending in endings), endings
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [(), ("--tensor-parallel-size", "2")], ids=["one rank", "two ranks"]
+    "options",
+    [
+        pytest.param((), id="one rank"),
+        pytest.param(("--tensor-parallel-size", "2"), marks=pytest.mark.slow, id="two ranks"),
+    ],
 )
 def test_terminated(options: tuple[str, ...], tmp_path: Path) -> None:
     """SIGTERM gives each request in flight an error or an end, and a late one a 503.

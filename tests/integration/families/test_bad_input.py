@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,14 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.engines.loading import load, one_rank
-from tests.support.engines.refused import refusal, refusal_of_row, refused_rows
+from tests.support.engines.refused import refusal, refusal_of_row, rows_of
 from tests.support.engines.vllm_configs import configure
 from tests.support.families import makers as tiny
-from tests.support.families.cases import CASES
 from tests.support.families.llada2_model import DELETE_ID, SPLIT_ID, llada2, llada2_2
 from tests.support.families.mineru_model import mineru
 from tests.support.families.model import MASK_ID, TinyModel
@@ -53,6 +48,8 @@ MODELS: dict[str, Callable[[], TinyModel]] = {
     "sdar_32": partial(tiny.sdar, block_length=32),
     "no_blocks": replace(tiny.sdar, block_length_key=None),
     "dream": tiny.dream,
+    "fast_dllm": tiny.fast_dllm,
+    "stable_diffcoder": tiny.stable_diffcoder,
     "llada": tiny.llada,
     "llada_moe": tiny.llada_moe,
     "llada2": llada2,
@@ -62,7 +59,7 @@ MODELS: dict[str, Callable[[], TinyModel]] = {
 }
 
 
-@pytest.mark.parametrize("row", refused_rows(__file__))
+@pytest.mark.parametrize("row", rows_of(__file__, "refused"))
 def test_refused(row: dict[str, Any], tmp_path: Path) -> None:
     """A wrong file, option of vLLM or setting is refused by name, with the remedy."""
     folder = changed(MODELS[row["model"]]().save(tmp_path), **row.get("config", {}))
@@ -120,13 +117,6 @@ def test_minerus_files(tmp_path: Path) -> None:
     assert "preprocessor_config.json of" in refusal(folder)
 
 
-def test_token_that_is_null(tmp_path: Path) -> None:
-    """A null token id in LLaDA2.2's configuration is refused by name."""
-    message = refusal(changed(llada2_2().save(tmp_path), delete_token_id=None))
-    assert "delete_token_id=None" in message
-    assert "vocab_size=320" in message
-
-
 def test_llada2_2_is_told_by_its_capacity(tmp_path: Path) -> None:
     """LLaDA2.2 is recognized by its capacity, whatever its folder is called."""
     folder = llada2_2().save(tmp_path / "LLaDA2.1-renamed")
@@ -147,62 +137,33 @@ def test_llada2_2_is_told_by_its_capacity(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"peft_type": "IA3"}, "peft_type='IA3' must be \"LORA\""),
-        ({"r": 0}, "r=0 must be an integer of at least 1"),
-        ({"r": 8}, "o_proj.lora_A is F32 [4, 128], but by this model ... [8, 128]"),
-        ({"lora_alpha": float("inf")}, "lora_alpha=inf must be a finite number above 0"),
-        ({"rank_pattern": {"layers.0.self_attn.o_proj": "4"}}, "rank_pattern="),
-        ({"alpha_pattern": {"layers.0.self_attn.o_proj": 9}}, "alpha_pattern must be left out"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save=['lm_head'] must be left out"),
-    ],
-    ids=str,
-)
-def test_draft_lora_settings(values: dict[str, Any], words: str, tmp_path: Path) -> None:
-    """Wrong settings of the draft adapter are refused where the adapter is used, and only there."""
+def test_draft_lora(tmp_path: Path, start_log: pytest.LogCaptureFixture) -> None:
+    """The draft adapter is checked as any adapter, for each layer's tensors and one scale, where it
+    is used and only there; without it the plain weights draft.
+    """
     folder = tiny.nemotron().save(tmp_path)
-    path = folder / "linear_spec_lora" / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-    message = refusal(folder, **setting(**LINEAR_SPEC))
-    for part in [*words.split(" ... "), "remove it to draft with the plain weights"]:
-        assert part in message
-    configure(folder)
-
-
-def test_draft_lora_tensors(tmp_path: Path, vllm_log: pytest.LogCaptureFixture) -> None:
-    """A missing, unknown or misshapen tensor of the draft adapter, or a bad file, is named."""
-    folder = tiny.nemotron().save(tmp_path)
-    path = folder / "linear_spec_lora" / "adapter_model.safetensors"
-    tensors = load_file(path)
-    first = "base_model.model.encoder.layers.0.self_attn.o_proj.lora_A.weight"
-    module = "encoder.layers.0.self_attn.o_proj"
-    other = first.replace("o_proj", "q_proj")
-    changes: dict[str, dict[str, Any]] = {
-        f"{module} has no lora_A": {n: value for n, value in tensors.items() if n != first},
-        f"nothing for {module}": {n: value for n, value in tensors.items() if module not in n},
-        module.replace("o_proj", "q_proj"): tensors | {other: tensors[first].clone()},
-        f"{module}.lora_A is": tensors | {first: tensors[first][:, :-1].clone()},
-        "not finite": tensors | {first: tensors[first] / 0},
-    }
-    for name, held in changes.items():
-        save_file(held, path, metadata={"format": "pt"})
-        assert name in refusal(folder, **setting(**LINEAR_SPEC))
-    path.write_bytes(b"nothing")
-    assert "is truncated or not a safetensors file" in refusal(folder, **setting(**LINEAR_SPEC))
-    path.unlink()
-    assert "has no adapter_model.safetensors" in refusal(folder, **setting(**LINEAR_SPEC))
-    os.mkfifo(path)
-    assert "adapter_model.safetensors, which is a named pipe" in refusal(
-        folder, **setting(**LINEAR_SPEC)
+    config, weights = (
+        folder / "linear_spec_lora" / name
+        for name in ("adapter_config.json", "adapter_model.safetensors")
     )
-    path.unlink()
-    # Without the folder the plain weights draft.
-    (folder / "linear_spec_lora" / "adapter_config.json").unlink()
-    vllm_log.set_level("INFO", "vllm")
+    own, tensors = json.loads(config.read_text()), load_file(weights)
+    module = "encoder.layers.0.self_attn.o_proj"
+    for values, left_out, words in (
+        ({"r": 0}, "nothing", "r=0 must be an integer of at least 1"),
+        ({"alpha_pattern": {module: 9}}, "nothing", "alpha_pattern must be left out"),
+        ({}, f"{module}.lora_A", f"{module} has no lora_A"),
+        ({}, module, f"nothing for {module}"),
+    ):
+        config.write_text(json.dumps(own | values))
+        held = {name: value for name, value in tensors.items() if left_out not in name}
+        save_file(held, weights, metadata={"format": "pt"})
+        message = refusal(folder, **setting(**LINEAR_SPEC))
+        assert words in message
+        assert "remove it to draft with the plain weights" in message
+        configure(folder)
+    config.unlink()
     configure(folder, **setting(**LINEAR_SPEC))
-    assert "so the plain weights draft" in vllm_log.text
+    assert "so the plain weights draft" in start_log.text
 
 
 def test_unknown_architectures_of_others(tmp_path: Path) -> None:
@@ -322,39 +283,6 @@ def test_an_sdar_of_other_blocks(tmp_path: Path) -> None:
     assert config.model_config.diffusion.spec.length == 6
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        # One for each way in which canvases lie.
-        pytest.param(name, marks=() if name in ("sdar", "nemotron", "llada") else pytest.mark.slow)
-        for name in CASES
-        # Its files are A2D's.
-        if not name.startswith("mdlm")
-    ],
-)
-def test_tensors(family: str, tmp_path: Path) -> None:
-    """A missing or misshapen tensor is named; one of a part that is not served is left out."""
-    CASES[family].make().save(tmp_path)
-    path = tmp_path / "model.safetensors"
-    tensors = load_file(path)
-    ends = ("input_layernorm.weight", "attn_norm.weight")
-    norm = next(name for name in tensors if name.endswith(ends))
-    head = next(name for name in tensors if "head" in name or "transformer.ff_out" in name)
-    changes: dict[str, dict[str, Any]] = {
-        norm: {name: value for name, value in tensors.items() if name != norm},
-        head: tensors | {head: tensors[head][:-1].clone()},
-    }
-    with one_rank():
-        for name, held in changes.items():
-            save_file(held, path, metadata={"format": "pt"})
-            with pytest.raises(ValueError, match=re.escape(name)):
-                load(tmp_path)
-        save_file(
-            tensors | {"model.surplus.weight": torch.ones(2)}, path, metadata={"format": "pt"}
-        )
-        load(tmp_path)
-
-
 BLOCKS = masked_spec(8)
 MOVED_TOKENS = masked_spec(
     8, rule=Levenshtein(4, delete_token_id=DELETE_ID, split_token_id=SPLIT_ID)
@@ -394,129 +322,16 @@ def test_arguments_of_a_request(field: str, value: Any, spec: CanvasSpec) -> Non
     assert raised.value.parameter == field
 
 
-FAST_DLLM = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
-
-
-@pytest.mark.parametrize(
-    ("family", "generation", "options", "words"),
-    [
-        ("fast_dllm", FAST_DLLM, {}, ["temperature=0.7 (0.0)", "repetition_penalty=1.05 (1.0)"]),
-        # What the operator sets needs no line.
-        (
-            "fast_dllm",
-            FAST_DLLM,
-            {
-                "generation_config": "vllm",
-                "override_generation_config": {"temperature": 0.0},
-                "additional_config": {"diffusion": {"reveal_threshold": 1.0}},
-            },
-            [],
-        ),
-        (
-            "sdar",
-            {"temperature": 0.6},
-            {},
-            ["temperature=0.6 (1.0)", "--generation-config vllm gives"],
-        ),
-        ("sdar", {"temperature": 0.6}, {"generation_config": "vllm"}, []),
-        ("sdar", {"reveal_threshold": 0.9}, {}, ["reveal_threshold=0.9 (0.85)"]),
-        ("stable_diffcoder", {"temperature": 0.0}, {}, []),
-    ],
-)
-def test_what_a_request_gets(
-    family: str,
-    generation: dict[str, Any],
-    options: dict[str, Any],
-    words: list[str],
-    tmp_path: Path,
-    start_log: pytest.LogCaptureFixture,
-) -> None:
-    """A log line names how a default request differs from the published loop, with the remedy."""
-    model = getattr(tiny, family)()
-    model.generation_config |= generation
-    configure(model.save(tmp_path), **options)
-    lines = [line for line in start_log.messages if "A request that sets nothing gets" in line]
-    assert len(lines) == bool(words)
-    assert all(word in lines[0] for word in words)
-
-
-@pytest.mark.parametrize(
-    ("model", "generation", "settings", "words"),
-    [
-        ("sdar_32", {}, {}, []),
-        ("llada2", {}, {}, []),
-        ("sdar_32", {"reveal_threshold": 1.0}, {}, ["reveal_threshold=1.0", "0.9"]),
-        (
-            "sdar_32",
-            {"strategy": "static"},
-            {},
-            ["strategy='static'", '"dynamic"}', "32 positions"],
-        ),
-        ("sdar_32", {"strategy": "entropy"}, {}, ["strategy='entropy'", '"dynamic"}']),
-        (
-            "nemotron",
-            {"strategy": "sequential", "reveal_threshold": 1.0},
-            {},
-            [
-                "strategy='sequential' and reveal_threshold=1.0",
-                '"dynamic", "reveal_threshold": 0.9',
-            ],
-        ),
-        (
-            "sdar_32",
-            {"strategy": "entropy_budget", "entropy_budget": 0},
-            {},
-            ["entropy_budget=0", '"entropy_budget": 0.1'],
-        ),
-        ("sdar_32", {"strategy": "entropy_budget"}, {}, []),
-        ("sdar_32", {"strategy": "static", "max_denoising_steps": 16}, {}, []),
-        # LLaDA2.2's masks are revealed over its reveal_steps, whatever its step cap.
-        ("llada2_2", {"strategy": "static"}, {}, ["strategy='static'"]),
-        ("llada2_2", {"strategy": "static", "reveal_steps": 8}, {}, []),
-        # The operator's own choice.
-        ("sdar_32", {}, {"strategy": "static"}, []),
-        ("sdar_32", {"reveal_threshold": 1.0}, {"reveal_threshold": 1.0}, []),
-        ("sdar_32", {"reveal_threshold": 1.0}, {"max_denoising_steps": 8}, []),
-    ],
-)
-def test_one_token_a_pass(
-    model: str,
-    generation: dict[str, Any],
-    settings: dict[str, Any],
-    words: list[str],
-    tmp_path: Path,
-    start_log: pytest.LogCaptureFixture,
-) -> None:
-    """Settings that decide a single token per pass are reported with better ones."""
-    checkpoint = MODELS[model]()
-    checkpoint.generation_config |= generation
-    configure(checkpoint.save(tmp_path), additional_config={"diffusion": settings})
-    lines = [r for r in start_log.records if "one token a pass" in r.getMessage()]
-    assert len(lines) == bool(words)
-    assert all(r.levelname == "WARNING" for r in lines)
-    assert all(word in lines[0].getMessage() for word in words)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "words"),
-    [
-        ("LLaDA2.0-mini", {}, ["rule='reveal' (LLaDA2.0's loop)", '"rule": "reveal_and_edit"']),
-        ("LLaDA2.1-mini", {}, ["rule='reveal_and_edit' (LLaDA2.1's loop)", '"rule": "reveal"']),
-        ("model", setting(rule="reveal_and_edit"), ["rule='reveal_and_edit' (LLaDA2.1's loop)"]),
-        ("LLaDA2.2-flash", {}, ["LLaDA2.2", "SGLang", "docs/use/families.md"]),
-    ],
-)
-def test_llada2_says_its_rule(
-    name: str,
-    options: dict[str, Any],
-    words: list[str],
-    tmp_path: Path,
-    start_log: pytest.LogCaptureFixture,
-) -> None:
-    """A log line names the version whose loop runs and how to choose the other; 2.2 warns."""
-    is_2_2 = "2.2" in name
-    configure((llada2_2 if is_2_2 else llada2)().save(tmp_path / name), **options)
-    (record,) = [each for each in start_log.records if each.message.startswith("rule=")]
-    assert record.levelname == ("WARNING" if is_2_2 else "INFO")
-    for word in words:
-        assert word in record.message
+@pytest.mark.parametrize("row", rows_of(__file__, "logged"))
+def test_logged(row: dict[str, Any], tmp_path: Path, start_log: pytest.LogCaptureFixture) -> None:
+    """A start logs one line about each thing of the table that differs, with the remedy, and none
+    where the operator chose it.
+    """
+    checkpoint = MODELS[row["model"]]()
+    checkpoint.generation_config |= row.get("generation", {})
+    options = row.get("options", {}) | {"additional_config": {"diffusion": row.get("settings", {})}}
+    configure(checkpoint.save(tmp_path / row.get("name", "model")), **options)
+    records = [record for record in start_log.records if row["about"] in record.getMessage()]
+    assert [record.levelname for record in records] == ([row["level"]] if "says" in row else [])
+    for record in records:
+        assert all(part in record.getMessage() for part in row["says"].split(" ... "))

@@ -1,4 +1,4 @@
-"""Reads tables of what a start refuses, ``refused.toml`` next to their tests."""
+"""Reads tables of what a start refuses or logs, ``refused.toml`` next to their tests."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 from tests.support.engines.vllm_configs import configure
 
 
-def refused_rows(test: str) -> list[Any]:
-    """Return the rows of the table next to a test's file, as parameters."""
+def rows_of(test: str, kind: str) -> list[Any]:
+    """Return the rows of a kind in the table next to a test's file, as parameters."""
     table = tomllib.loads(Path(test).with_name("refused.toml").read_text("utf-8"))
-    return [pytest.param(row, id=row["says"]) for row in table["refused"]]
+    return [pytest.param(row, id=row.get("says", str(row))) for row in table[kind]]
 
 
 def refusal(checkpoint: Path, **options: Any) -> str:

@@ -6,13 +6,17 @@ import asyncio
 import base64
 import json
 import logging
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -40,157 +44,115 @@ CANVASES = SimpleNamespace(is_diffusion=True, max_model_len=100)
 ORDINARY = SimpleNamespace(is_diffusion=False, max_model_len=100)
 
 
-class Client:
-    """A client of an ASGI application, which sends a body in pieces and keeps what it gets."""
+def ask(
+    body: bytes, *, declared: int | None, most: int = MOST, piece: int = 500, kind: str = ""
+) -> tuple[httpx.Response, int]:
+    """Send a body in pieces to an application that returns it; return the answer, and how many
+    pieces had been read when it began.
+    """
+    read: list[bytes] = []
+    num_read: list[int] = []
 
-    def __init__(
-        self, body: bytes, *, declared: int | None, piece: int = 500, kind: bytes = b""
-    ) -> None:
-        pieces = [body[i : i + piece] for i in range(0, len(body), piece)] or [b""]
-        self._unsent = [
-            {"type": "http.request", "body": part, "more_body": i + 1 < len(pieces)}
-            for i, part in enumerate(pieces)
-        ]
-        headers = [] if declared is None else [(b"content-length", str(declared).encode())]
-        if kind:
-            headers.append((b"content-type", kind))
-        self.scope: dict[str, Any] = {"type": "http", "headers": headers, "path": "/v1/completions"}
-        self.sent: list[Any] = []
-        self.unsent_at_answer = len(self._unsent)
+    async def pieces() -> AsyncIterator[bytes]:
+        for i in range(0, len(body), piece):
+            read.append(body[i : i + piece])
+            yield read[-1]
 
-    async def receive(self) -> Any:
-        return self._unsent.pop(0) if self._unsent else {"type": "http.disconnect"}
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await Response(await Request(scope, receive).body())(scope, receive, send)
 
-    async def send(self, message: Any) -> None:
-        self.unsent_at_answer = self.unsent_at_answer if self.sent else len(self._unsent)
-        self.sent.append(message)
+    async def noting(scope: Any, receive: Any, send: Any) -> None:
+        async def sending(message: Any) -> None:
+            num_read.append(len(read))
+            await send(message)
 
-    def ask(self, monkeypatch: pytest.MonkeyPatch, most: int = MOST) -> tuple[int | None, bytes]:
-        """Return the status of a refusal, if any, and the body that the application read."""
-        read = bytearray()
+        await BoundedBodies(app)(scope, receive, sending)
 
-        async def app(scope: Any, receive: Any, send: Any) -> None:
-            more = True
-            while more:
-                message = await receive()
-                read.extend(message.get("body", b""))
-                more = message.get("more_body", False)
+    async def answer() -> httpx.Response:
+        transport = httpx.ASGITransport(noting)
+        headers = {"content-type": kind}
+        headers |= {} if declared is None else {"content-length": str(declared)}
+        async with httpx.AsyncClient(transport=transport, base_url="http://a") as client:
+            return await client.post("/v1/completions", content=pieces(), headers=headers)
 
-        monkeypatch.setenv("VLLM_HTTP_MAX_REQUEST_BODY_SIZE", str(most))
-        asyncio.run(BoundedBodies(app)(self.scope, self.receive, self.send))
-        status = self.sent[0]["status"] if self.sent else None
-        return status, bytes(read)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_HTTP_MAX_REQUEST_BODY_SIZE", str(most))
+        return asyncio.run(answer()), num_read[0]
 
 
 PICTURE = base64.b64encode(bytes(2000))
-
-
-@pytest.mark.parametrize("is_declared", [True, False])
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        (b"", None),
-        (b"x" * (MOST // 4), None),
-        (b"x" * (MOST // 4 + 1), 413),
-        (b'{"url": "data:image/png;base64,' + PICTURE + b'"}', None),
-        (b'{"source": {"type": "base64", "data": "' + PICTURE + b'"}}', None),
-        (b'{"text": "' + PICTURE + b'"}', 413),
-        (b"x" * MOST + b"x", 413),
-    ],
-    ids=["empty", "longest text", "longer text", "a picture", "Anthropic's", "none", "longer"],
-)
-def test_bodies(
-    body: bytes, status: int | None, is_declared: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A body is refused by its length without pictures, or else arrives byte by byte."""
-    client = Client(body, declared=len(body) if is_declared else None)
-    refused, read = client.ask(monkeypatch)
-    assert refused == status
-    assert read == (b"" if status else body)
-    if status:
-        error = json.loads(client.sent[1]["body"])["error"]
-        assert error["param"] == "body"
-        assert "VLLM_HTTP_MAX_REQUEST_BODY_SIZE" in error["message"]
-
-
-def test_a_declared_length_beyond_the_limit_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A body with too large a declared length is refused before its first piece."""
-    client = Client(b"x", declared=10**12)
-    assert client.ask(monkeypatch) == (413, b"")
-    assert client.unsent_at_answer == 1
-
-
-LIMIT = bounds.MOST_OBJECTS
+LIMIT, MOST_KEYS = bounds.MOST_OBJECTS, bounds.MOST_KEYS
 # Quotes and brackets within text, some of them escaped, and a backslash that escapes nothing.
 TEXT = json.dumps('[{"a": "\\\\"}]\\' * LIMIT).encode()
+COLONS = json.dumps({"prompt": ":" * MOST_KEYS, '\\":': ["a:b", ":"]}).encode()
+MANY_KEYS = dict.fromkeys(range(MOST_KEYS + 1), 1)
+JSON, FORM = "application/json", "multipart/form-data; boundary=a"
+LONG = "VLLM_HTTP_MAX_REQUEST_BODY_SIZE"
+PARTS = f"objects and lists; the limit is {LIMIT}"
+KEYS = f"{MOST_KEYS + 1} keys; the limit is {MOST_KEYS}"
+# A body, its type, the server's limit in bytes, and what a refusal says.
+BODIES: dict[str, tuple[bytes, str, int, str | None]] = {
+    "empty": (b"", "", MOST, None),
+    "longest text": (b"x" * (MOST // 4), "", MOST, None),
+    "longer text": (b"x" * (MOST // 4 + 1), "", MOST, LONG),
+    "a picture": (b'{"url": "data:image/png;base64,' + PICTURE + b'"}', "", MOST, None),
+    "Anthropic's": (
+        b'{"source": {"type": "base64", "data": "' + PICTURE + b'"}}',
+        "",
+        MOST,
+        None,
+    ),
+    "no picture": (b'{"text": "' + PICTURE + b'"}', "", MOST, LONG),
+    "longer": (b"x" * MOST + b"x", "", MOST, LONG),
+    "the most": (b'{"messages": [' + b"{}," * (LIMIT - 3) + b"{}]}", JSON, 2**25, None),
+    "one more": (b'{"messages": [' + b"{}," * (LIMIT - 2) + b"{}]}", JSON, 2**25, PARTS),
+    "lists": (b'{"input": [' + b"[]," * LIMIT + b"[]]}", "", 2**25, PARTS),
+    "levels": (b'{"input": ' + b"[" * LIMIT + b"]" * LIMIT + b"}", JSON, 2**25, PARTS),
+    "brackets in text": (b'{"prompt": ' + TEXT + b"}", JSON, 2**25, None),
+    "after text": (
+        b'{"prompt": ' + TEXT + b', "a": [' + b"{}," * LIMIT + b"{}]}",
+        "",
+        2**25,
+        PARTS,
+    ),
+    "UTF-16": (json.dumps({"a": [{}] * LIMIT}).encode("utf-16"), JSON, 2**25, PARTS),
+    "token ids": (json.dumps({"prompt": [*range(131_072)]}).encode(), JSON, 2**25, None),
+    "biases": (
+        json.dumps({"logit_bias": dict.fromkeys(range(20_000), 1.5)}).encode(),
+        "",
+        2**25,
+        None,
+    ),
+    "a form": (b"{[" * LIMIT, FORM, 2**25, None),
+    "the most keys": (json.dumps(dict.fromkeys(range(MOST_KEYS), 1)).encode(), "", 2**25, None),
+    "one more key": (json.dumps(MANY_KEYS).encode(), "", 2**25, KEYS),
+    "keys in UTF-16": (json.dumps(MANY_KEYS, indent=1).encode("utf-16"), "", 2**25, KEYS),
+    "colons in text": (COLONS, "", 2**25, None),
+}
 
 
 @pytest.mark.parametrize("is_declared", [True, False])
-@pytest.mark.parametrize(
-    ("body", "kind", "status"),
-    [
-        (b'{"messages": [' + b"{}," * (LIMIT - 3) + b"{}]}", b"application/json", None),
-        (b'{"messages": [' + b"{}," * (LIMIT - 2) + b"{}]}", b"application/json", 413),
-        (b'{"input": [' + b"[]," * LIMIT + b"[]]}", b"", 413),
-        (b'{"input": ' + b"[" * LIMIT + b"]" * LIMIT + b"}", b"application/json", 413),
-        (b'{"prompt": ' + TEXT + b"}", b"application/json", None),
-        (b'{"prompt": ' + TEXT + b', "a": [' + b"{}," * LIMIT + b"{}]}", b"", 413),
-        (json.dumps({"a": [{}] * LIMIT}).encode("utf-16"), b"application/json", 413),
-        (json.dumps({"prompt": [*range(131_072)]}).encode(), b"application/json", None),
-        (json.dumps({"logit_bias": dict.fromkeys(range(20_000), 1.5)}).encode(), b"", None),
-        (b"{[" * LIMIT, b"multipart/form-data; boundary=a", None),
-    ],
-    ids=[
-        "the most",
-        "one more",
-        "lists",
-        "levels",
-        "brackets in text",
-        "after text",
-        "UTF-16",
-        "token ids",
-        "biases",
-        "a form",
-    ],
-)
-def test_objects_of_a_body(
-    body: bytes,
-    kind: bytes,
-    status: int | None,
-    is_declared: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A body is refused by the number of its objects and lists, and not by that of its values."""
-    client = Client(body, declared=len(body) if is_declared else None, piece=2**16, kind=kind)
-    refused, read = client.ask(monkeypatch, 2**25)
-    assert refused == status
-    assert read == (b"" if status else body)
-    if status:
-        said = json.loads(client.sent[1]["body"])["error"]["message"]
-        assert f"objects and lists; the limit is {LIMIT}" in said
+@pytest.mark.parametrize("name", BODIES)
+def test_bodies(name: str, is_declared: bool) -> None:
+    """A body is refused by its length without pictures, or by the number of its objects, lists or
+    keys and not by that of its values; or else it arrives byte by byte.
+    """
+    body, kind, most, refusal = BODIES[name]
+    declared, piece = len(body) if is_declared else None, 500 if most == MOST else 2**16
+    answer, _ = ask(body, declared=declared, most=most, piece=piece, kind=kind)
+    if refusal is None:
+        assert (answer.status_code, answer.content) == (200, body)
+        return
+    assert answer.status_code == 413
+    error = answer.json()["error"]
+    assert error["param"] == "body"
+    assert refusal in error["message"]
 
 
-MOST_KEYS = bounds.MOST_KEYS
-COLONS = json.dumps({"prompt": ":" * MOST_KEYS, '\\":': ["a:b", ":"]}).encode()
-
-
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        (json.dumps(dict.fromkeys(range(MOST_KEYS), 1)).encode(), None),
-        (json.dumps(dict.fromkeys(range(MOST_KEYS + 1), 1)).encode(), 413),
-        (json.dumps(dict.fromkeys(range(MOST_KEYS + 1), 1), indent=1).encode("utf-16"), 413),
-        (COLONS, None),
-    ],
-    ids=["the most", "one more", "UTF-16", "colons in text"],
-)
-def test_keys_of_a_body(body: bytes, status: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A body is refused by the number of its keys, whatever fields they are of."""
-    client = Client(body, declared=len(body), piece=2**16)
-    assert client.ask(monkeypatch, 2**25) == (status, b"" if status else body)
-    if status:
-        said = json.loads(client.sent[1]["body"])["error"]["message"]
-        assert f"{MOST_KEYS + 1} keys; the limit is {MOST_KEYS}" in said
+def test_a_declared_length_beyond_the_limit_is_not_read() -> None:
+    """A body with too large a declared length is refused before its first piece."""
+    answer, num_read = ask(b"x", declared=10**12)
+    assert (answer.status_code, num_read) == (413, 0)
 
 
 @given(
@@ -240,7 +202,7 @@ FILLS = SimpleNamespace(**vars(CANVASES), diffusion=SimpleNamespace(spec=diffusi
 
 
 def completion(**fields: Any) -> CompletionRequest:
-    return CompletionRequest(model="m", prompt="b", **fields)
+    return CompletionRequest(model="m", **{"prompt": "b"} | fields)
 
 
 @pytest.mark.parametrize(
@@ -274,23 +236,36 @@ def test_fields_of_other_endpoints() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "field"),
+    ("request_", "config", "field"),
     [
-        ({"suffix": "a", "max_tokens": 8}, "suffix"),
-        ({"suffix": "a", "max_tokens": 7}, None),
-        ({"prediction": "a"}, "prediction"),
-        ({"prediction": {"type": "content", "content": 5}}, "prediction"),
-        ({"prediction": GUESS}, None),
+        # A suffix without room and a malformed prediction, before a stream begins.
+        (completion(suffix="a", max_tokens=8), FILLS, "suffix"),
+        (completion(suffix="a", max_tokens=7), FILLS, None),
+        (completion(prediction="a"), FILLS, "prediction"),
+        (completion(prediction={"type": "content", "content": 5}), FILLS, "prediction"),
+        (completion(prediction=GUESS), FILLS, None),
+        # Beam search is left to vLLM for other models.
+        (chat(use_beam_search=True, n=2), CANVASES, "use_beam_search"),
+        (chat(use_beam_search=True, n=2), ORDINARY, None),
+        # As long as the model's.
+        (completion(prompt=[1] * 100), CANVASES, None),
+        (completion(prompt=[1] * 101), CANVASES, "prompt"),
+        (completion(prompt=[[1], [2] * 101]), CANVASES, "prompt"),
+        (completion(prompt=[1] * 101, truncate_prompt_tokens=5), CANVASES, None),
+        # As many answers as a body may have.
+        (completion(prompt=["a"] * 64, n=bounds.MOST_ANSWERS // 64, max_tokens=6), CANVASES, None),
+        (completion(prompt=["a"] * 64, n=bounds.MOST_ANSWERS // 64 + 1), CANVASES, "n"),
+        (completion(prompt="a" * 1000, n=128), CANVASES, None),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_known_before_a_stream_begins(fields: dict[str, Any], field: str | None) -> None:
-    """A suffix without room and a malformed prediction are refused when the body is read."""
+def test_what_is_known_of_a_body(request_: Any, config: Any, field: str | None) -> None:
+    """What a body alone shows is refused by its field when the body is read."""
     if field is None:
-        read_body(completion(**fields), FILLS)
+        read_body(request_, config)
         return
     with pytest.raises(VLLMValidationError) as raised:
-        read_body(completion(**fields), FILLS)
+        read_body(request_, config)
     assert raised.value.parameter == field
 
 
@@ -329,46 +304,6 @@ def test_fields_of_older_releases(field: str, words: str) -> None:
     assert raised.value.parameter == field
     read_body(chat(**{field: None}), ORDINARY)
     read_body(chat(**{field: "a"}, structured_outputs={"regex": "a"}), ORDINARY)
-
-
-def test_beams() -> None:
-    """Beam search is refused by name for canvases, and left to vLLM for other models."""
-    with pytest.raises(VLLMValidationError) as raised:
-        read_body(chat(use_beam_search=True, n=2), CANVASES)
-    assert raised.value.parameter == "use_beam_search"
-    read_body(chat(use_beam_search=True, n=2), ORDINARY)
-
-
-@pytest.mark.parametrize(
-    ("fields", "refused"),
-    [
-        ({"prompt": [1] * 100}, None),
-        ({"prompt": [1] * 101}, "prompt"),
-        ({"prompt": [[1], [2] * 101]}, "prompt"),
-        ({"prompt": [1] * 101, "truncate_prompt_tokens": 5}, None),
-        ({"prompt": ["a"] * 64, "n": bounds.MOST_ANSWERS // 64, "max_tokens": 6}, None),
-        ({"prompt": ["a"] * 64, "n": bounds.MOST_ANSWERS // 64 + 1}, "n"),
-        ({"prompt": "a" * 1000, "n": 128}, None),
-    ],
-    ids=[
-        "as long as the model's",
-        "longer",
-        "one of two",
-        "truncated",
-        "answers",
-        "more",
-        "text",
-    ],
-)
-def test_lists_by_their_length(fields: dict[str, Any], refused: str | None) -> None:
-    """The prompts and answers of a body are counted before the items are read."""
-    request = CompletionRequest(model="m", **fields)
-    if refused is None:
-        read_body(request, CANVASES)
-        return
-    with pytest.raises(VLLMValidationError) as raised:
-        read_body(request, CANVASES)
-    assert raised.value.parameter == refused
 
 
 def tokenized(prompt: dict[str, Any], truncation: int | None, side: str | None = None) -> Any:
@@ -427,7 +362,6 @@ def test_what_is_answered_is_noted(
     error: Exception, said: str, level: int, has_trace: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A refusal is logged as one line with field and reason, a failure with its trace."""
-    from starlette.responses import JSONResponse
 
     async def stock(request: Any, raised: Exception) -> Any:
         status = 400 if isinstance(raised, VLLMValidationError) else 500
@@ -480,8 +414,6 @@ def test_fields_of_a_servers_bodies() -> None:
 @pytest.mark.parametrize("body", [{"detail": "Not Found"}, None, "text", []], ids=repr)
 def test_what_has_no_error_is_left_as_it_is(body: Any) -> None:
     """An answer that is not in vLLM's form, as for an unknown path, is sent unchanged."""
-    from starlette.responses import JSONResponse
-
     made = object() if body is None else JSONResponse(body, status_code=404)
 
     async def stock(request: Any, raised: Exception) -> Any:

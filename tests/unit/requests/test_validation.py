@@ -86,46 +86,65 @@ def test_tokens_that_only_the_tokenizer_has(autoregressive: bool) -> None:
             Processor(config).process_inputs(*request)
 
 
+def processor_of(encode: Any, max_chars_per_token: int = 1) -> Processor:
+    """Return the processor of a server with canvases of 8 and a tokenizer."""
+    config = vllm_config(max_model_len=64)
+    replan(config, spec=diffusion_gemma_spec(8))
+    processor = Processor(config)
+    processor.renderer.tokenizer = SimpleNamespace(
+        encode=encode, max_chars_per_token=max_chars_per_token
+    )
+    return processor
+
+
+def letters(text: str, **_: Any) -> list[int]:
+    """Return a token for each character."""
+    return [5 + ord(character) % 50 for character in text]
+
+
 @pytest.mark.parametrize(
     ("name", "field"), [("suffix", "suffix"), ("prediction", "diffusion_prediction")]
 )
 def test_texts_of_tokens_that_only_the_tokenizer_has(name: str, field: str) -> None:
     """An argument whose text has a token beyond the model's vocabulary is refused by its field."""
-    config = vllm_config(max_model_len=64)
-    replan(config, spec=diffusion_gemma_spec(8))
-    most = config.model_config.get_vocab_size()
-    processor = Processor(config)
-    processor.renderer.tokenizer = SimpleNamespace(
-        encode=lambda text, **_: [most], max_chars_per_token=8
-    )
+    processor = processor_of(lambda text, **_: [most], 8)
+    most = processor.model_config.get_vocab_size()
     params = SamplingParams(max_tokens=2, extra_args={f"diffusion_{name}": "x"})
     with pytest.raises(VLLMValidationError, match=f"id {most}.*vocabulary") as raised:
         validation.admit(params, processor, {"prompt_token_ids": [1]})
     assert raised.value.parameter == field
 
 
+@pytest.mark.parametrize(
+    ("own", "field"),
+    [
+        ({"suffix": 5}, "suffix"),
+        ({"prediction": 5}, "diffusion_prediction"),
+        ({"prediction": [5]}, "diffusion_prediction"),
+        ({"prediction": {"content": "a"}}, "prediction"),
+        ({"prediction": {"type": "content", "content": [{"type": "text"}]}}, "prediction"),
+        ({"prediction": "a" * 10**6}, "diffusion_prediction"),
+        ({"prediction": "ab" * MOST_PREDICTED}, "diffusion_prediction"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_texts_that_are_refused(own: dict[str, Any], field: str) -> None:
+    """A suffix or a prediction that is malformed or too long is refused by its field."""
+    params = SamplingParams(
+        max_tokens=2, extra_args={f"diffusion_{name}": value for name, value in own.items()}
+    )
+    with pytest.raises(VLLMValidationError) as raised:
+        validation.admit(params, processor_of(letters, 8), {"prompt_token_ids": [1]})
+    assert raised.value.parameter == field
+
+
 def test_a_prompt_that_is_too_long_to_be_searched() -> None:
     """A prompt as prediction that has too many tokens is refused by the client's own field."""
-    config = vllm_config(max_model_len=64)
-    replan(config, spec=diffusion_gemma_spec(8))
     params = SamplingParams(max_tokens=2, extra_args={"diffusion_prediction": "prompt"})
     prompt = {"prompt_token_ids": [1] * (MOST_PREDICTED + 1)}
     with pytest.raises(VLLMValidationError, match=f"has {MOST_PREDICTED + 1} tokens") as raised:
-        validation.admit(params, Processor(config), prompt)
+        validation.admit(params, processor_of(letters), prompt)
     assert raised.value.parameter == "diffusion_prediction"
-
-
-class Letters:
-    """A tokenizer with a token for each character."""
-
-    max_chars_per_token = 1
-
-    def __init__(self) -> None:
-        self.num_read = 0
-
-    def encode(self, text: str, **_: Any) -> list[int]:
-        self.num_read += len(text)
-        return [5 + ord(character) % 50 for character in text]
 
 
 @pytest.mark.parametrize(
@@ -133,10 +152,8 @@ class Letters:
 )
 def test_a_suffix_is_cut_at_its_far_end(max_tokens: int, num_sent: int, num_used: int) -> None:
     """As many of a suffix's first tokens are kept as fit behind the answer, and no more is read."""
-    config = vllm_config(max_model_len=64)
-    replan(config, spec=diffusion_gemma_spec(8))
-    processor, letters = Processor(config), Letters()
-    processor.renderer.tokenizer = letters
+    read: list[str] = []
+    processor = processor_of(lambda text, **_: read.append(text) or letters(text))
     suffix = "".join(chr(97 + i % 26) for i in range(num_sent))
     params = SamplingParams(max_tokens=max_tokens, extra_args={"diffusion_suffix": suffix})
     prompt: Any = {"type": "token", "prompt_token_ids": [1, 2]}
@@ -144,20 +161,17 @@ def test_a_suffix_is_cut_at_its_far_end(max_tokens: int, num_sent: int, num_used
         # Several prompts may share their parameters.
         request = processor.process_inputs("request", prompt, params, ("generate",))
         kept = arguments_of(request.sampling_params).suffix
-        assert kept == tuple(Letters().encode(suffix[:num_used]))
-    assert letters.num_read <= 2 * 8
-    params.max_tokens = 8
-    with pytest.raises(VLLMValidationError, match=r"suffix has no room: max_tokens=8") as raised:
-        processor.process_inputs("request", prompt, params, ("generate",))
-    assert raised.value.parameter == "suffix"
+        assert kept == tuple(letters(suffix[:num_used]))
+    assert len("".join(read)) <= 2 * 8
+    for params.max_tokens in (8, None):
+        with pytest.raises(VLLMValidationError, match=r"no room: max_tokens=8") as raised:
+            processor.process_inputs("request", prompt, params, ("generate",))
+        assert raised.value.parameter == "suffix"
 
 
 def test_a_suffix_is_cut_to_the_models_length() -> None:
     """Near the end of the model's length a canvas has no room of its own beyond it."""
-    config = vllm_config(max_model_len=64)
-    replan(config, spec=diffusion_gemma_spec(8))
-    processor = Processor(config)
-    processor.renderer.tokenizer = Letters()
+    processor = processor_of(letters)
     params = SamplingParams(max_tokens=2, extra_args={"diffusion_suffix": "a" * 9})
     for num_prompt, num_used in ((10, 6), (58, 4), (61, 1)):
         prompt: Any = {"type": "token", "prompt_token_ids": [1] * num_prompt}

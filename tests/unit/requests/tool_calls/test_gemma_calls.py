@@ -90,12 +90,11 @@ def read_whole(tokenizer: Any, request: Any, tokens: list[int]) -> list[tuple[st
 
 
 def read_stream(
-    tokenizer: Any, request: Any, tokens: list[int], width: int
-) -> list[tuple[str, str]]:
-    """Return what a client puts together from chunks of ``width`` tokens."""
-    parser = gemma_parser(tokenizer)
+    parser: Any, tokenizer: Any, request: Any, tokens: list[int], width: int
+) -> tuple[str, list[tuple[str, str]]]:
+    """Return the text and the calls that a client puts together from chunks of ``width`` tokens."""
     calls: dict[int, list[str]] = {}
-    sent = ""
+    sent = content = ""
     for i in range(0, len(tokens), width):
         text = tokenizer.decode(tokens[: i + width], skip_special_tokens=False)
         finished = i + width >= len(tokens)
@@ -106,24 +105,30 @@ def read_stream(
             text[len(sent) :], tokens[i : i + width], request, [2, 7, 8], finished=finished
         )
         sent = text
+        content += (delta.content if delta else None) or ""
         for call in (delta.tool_calls if delta else None) or []:
             name_and_arguments = calls.setdefault(call.index, ["", ""])
             name_and_arguments[0] += call.function.name or ""
             name_and_arguments[1] += call.function.arguments or ""
-    return [(name, arguments) for name, arguments in calls.values()]
+    return content, [(name, arguments) for name, arguments in calls.values()]
+
+
+def adjusted(tokenizer: Any, *tools: Any, **fields: Any) -> Any:
+    """Return a request with these tools, with the constraint that the parser gives it."""
+    return gemma_parser(tokenizer).adjust_request(tool_request([*tools], **fields))
 
 
 def check_call(tokenizer: Any, compiler: Any, parameters: Any, seed: int, width: int) -> None:
-    request = tool_request([tool(parameters, strict=True), tool(None, name="stop-now")])
-    adjusted = gemma_parser(tokenizer).adjust_request(request)
-    tokens = draw(compiler, adjusted, seed)
-    calls = read_whole(tokenizer, adjusted, tokens)
+    request = adjusted(tokenizer, tool(parameters, strict=True), tool(None, name="stop-now"))
+    tokens = draw(compiler, request, seed)
+    calls = read_whole(tokenizer, request, tokens)
     assert calls
     for name, arguments in calls:
         assert name in ("store", "stop-now")
         jsonschema.validate(json.loads(arguments), parameters if name == "store" else {})
     if "�" not in tokenizer.decode(tokens):
-        assert read_stream(tokenizer, adjusted, tokens, width) == calls
+        parser = gemma_parser(tokenizer)
+        assert read_stream(parser, tokenizer, request, tokens, width) == ("", calls)
 
 
 LIKE_A_TOKEN = "is spelled like a special token, which no argument may hold"
@@ -172,10 +177,8 @@ def test_what_clients_generate_from_classes(tokenizer, compiler):
     made = pydantic_function_tool(Store)
     parameters = made["function"]["parameters"]
     for seed in range(5):
-        request = tool_request([dict(made)])
-        adjusted = gemma_parser(tokenizer).adjust_request(request)
-        tokens = draw(compiler, adjusted, seed)
-        for name, arguments in read_whole(tokenizer, adjusted, tokens):
+        request = adjusted(tokenizer, dict(made))
+        for name, arguments in read_whole(tokenizer, request, draw(compiler, request, seed)):
             assert name == "Store"
             jsonschema.validate(json.loads(arguments), parameters)
 
@@ -216,7 +219,7 @@ def test_free_calls_are_read_by_what_they_write(tokenizer, call, arguments):
     (whole,) = read_whole(tokenizer, request, tokens)
     assert json.loads(whole[1]) == arguments
     for width in (1, 5, 64):
-        (streamed,) = read_stream(tokenizer, request, tokens, width)
+        _, (streamed,) = read_stream(gemma_parser(tokenizer), tokenizer, request, tokens, width)
         assert json.loads(streamed[1]) == arguments, width
 
 
@@ -227,10 +230,9 @@ def test_a_named_tool_is_called_once(tokenizer, compiler):
         ({"tool_choice": {"type": "function", "function": {"name": "two"}}}, {"two"}),
         ({"parallel_tool_calls": False}, {"one", "two"}),
     ):
-        adjusted = gemma_parser(tokenizer).adjust_request(tool_request(tools, **fields))
+        request = adjusted(tokenizer, *tools, **fields)
         for seed in range(4):
-            tokens = draw(compiler, adjusted, seed)
-            (call,) = read_whole(tokenizer, adjusted, tokens)
+            (call,) = read_whole(tokenizer, request, draw(compiler, request, seed))
             assert call[0] in names
             assert json.loads(call[1]) == {}
 
@@ -238,11 +240,9 @@ def test_a_named_tool_is_called_once(tokenizer, compiler):
 def test_auto_is_free_unless_a_tool_is_strict(tokenizer, compiler):
     """``auto`` constrains nothing unless a tool is strict, as with vLLM's other parsers."""
     parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    free = tool_request([tool(parameters)], tool_choice="auto")
-    assert gemma_parser(tokenizer).adjust_request(free).structured_outputs is None
-    strict = tool_request([tool(parameters, strict=True)], tool_choice="auto")
-    adjusted = gemma_parser(tokenizer).adjust_request(strict)
-    grammar = machine(compiler, adjusted)
+    assert adjusted(tokenizer, tool(parameters), tool_choice="auto").structured_outputs is None
+    strict = adjusted(tokenizer, tool(parameters, strict=True), tool_choice="auto")
+    grammar = machine(compiler, strict)
     for text in ("yes, ", "<|tool_call>call:store{a:1}<tool_call|>"):
         for token in tokenizer.encode(text, add_special_tokens=False):
             assert grammar.accept_tokens("", [token])
@@ -263,23 +263,11 @@ def test_a_call_that_may_not_be_made_is_text(tokenizer, follows):
     _, content, calls = gemma_parser(tokenizer).parse(written, request, enable_auto_tools=True)
     assert (content, calls or []) == ('So:call:store{city:"Paris"}', [])
     for width in (1, 5, 64):
-        parser, sent, streamed = gemma_parser(tokenizer), "", ""
+        parser = gemma_parser(tokenizer)
         if follows:
             following = following_whole_answers(type(parser))
             parser = following(tokenizer, None, model_config=vllm_config().model_config)
-        for i in range(0, len(tokens), width):
-            text = tokenizer.decode(tokens[: i + width], skip_special_tokens=False)
-            delta = parser.parse_delta(
-                text[len(sent) :],
-                tokens[i : i + width],
-                request,
-                [2, 7, 8],
-                finished=i + width >= len(tokens),
-            )
-            sent = text
-            streamed += (delta.content if delta else None) or ""
-            assert not (delta and delta.tool_calls)
-        assert streamed == content, width
+        assert read_stream(parser, tokenizer, request, tokens, width) == (content, []), width
 
 
 def test_other_models_are_left_alone(tokenizer):
@@ -348,7 +336,7 @@ def test_refused_schemas(tokenizer, schema, words):
     """A schema that the format cannot express is refused by tool, place and reason."""
     parameters = {"type": "object", "properties": {"a": schema}}
     with pytest.raises(VLLMValidationError, match=r"tools: store: ") as refusal:
-        gemma_parser(tokenizer).adjust_request(tool_request([tool(parameters, strict=True)]))
+        adjusted(tokenizer, tool(parameters, strict=True))
     assert words in str(refusal.value)
     assert refusal.value.parameter == "tools"
 
@@ -442,8 +430,7 @@ def test_strings_that_a_pattern_allows(tokenizer, compiler):
         (r"^\s\S$", [" a"], ["aa", "  "]),
     ):
         parameters = {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}}
-        request = tool_request([tool({**parameters, "required": ["a"]}, strict=True)])
-        adjusted = gemma_parser(tokenizer).adjust_request(request)
+        request = adjusted(tokenizer, tool({**parameters, "required": ["a"]}, strict=True))
         quote = tokenizer.convert_tokens_to_ids('<|"|>')
         for text in allowed + forbidden:
             # Byte after byte, so that a marker's spelling is not a marker.
@@ -457,7 +444,7 @@ def test_strings_that_a_pattern_allows(tokenizer, compiler):
                 *[quote, *letters, quote],
                 *tokenizer.encode("}<tool_call|>", add_special_tokens=False),
             ]
-            accepted = machine(compiler, adjusted).accept_tokens("", tokens)
+            accepted = machine(compiler, request).accept_tokens("", tokens)
             assert accepted == (text in allowed), (pattern, text)
 
 
@@ -471,7 +458,7 @@ def test_strings_that_a_pattern_allows(tokenizer, compiler):
 def test_keys_of_a_free_object(tokenizer, compiler, key, is_key):
     """A free object may have every key that the reader accepts unquoted."""
     parameters = {"type": "object", "properties": {"a": {"type": "object"}}}
-    request = gemma_parser(tokenizer).adjust_request(tool_request([tool(parameters, strict=True)]))
+    request = adjusted(tokenizer, tool(parameters, strict=True))
     call = f"<|tool_call>call:store{{a:{{b:{{{key}:5}}}}}}<tool_call|>"
     tokens = tokenizer.encode(call, add_special_tokens=False)
     assert machine(compiler, request).accept_tokens("", tokens) == is_key
@@ -494,60 +481,54 @@ def test_a_call_or_a_form(tokenizer, compiler, fields, texts):
     parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     request = tool_request([tool(parameters, strict=True)], tool_choice="auto")
     request.structured_outputs = StructuredOutputsParams(**fields)
-    adjusted = gemma_parser(tokenizer).adjust_request(request)
+    constrained = gemma_parser(tokenizer).adjust_request(request)
     for text in [*texts, "<|tool_call>call:store{a:1}<tool_call|>"]:
         tokens = [*tokenizer.encode(text, add_special_tokens=False), END]
-        grammar = machine(compiler, adjusted)
+        grammar = machine(compiler, constrained)
         assert grammar.accept_tokens("", tokens), text
         assert grammar.is_terminated()
     for text in ("z", "n-o", "<|tool_call>call:store{a:x}"):
         tokens = tokenizer.encode(text, add_special_tokens=False)
-        assert not machine(compiler, adjusted).accept_tokens("", tokens)
+        assert not machine(compiler, constrained).accept_tokens("", tokens)
 
 
 def test_a_call_or_ebnf(tokenizer):
     """An EBNF grammar together with tools is refused, since another back end follows it."""
     request = tool_request([tool({}, strict=True)], tool_choice="auto")
     request.structured_outputs = StructuredOutputsParams(grammar='root ::= "a"')
-    adjusted = gemma_parser(tokenizer).adjust_request(request)
+    both = gemma_parser(tokenizer).adjust_request(request).structured_outputs
     with pytest.raises(VLLMValidationError, match="EBNF cannot be held beside tools"):
-        read_constraint(adjusted.structured_outputs, StructuredOutputsConfig())
+        read_constraint(both, StructuredOutputsConfig())
 
 
 @pytest.mark.parametrize(
-    "parameters",
+    ("strict", "keywords"),
     [
+        (False, {"properties": {"a": {"type": "string", "pattern": "a+"}}}),
+        (False, {"properties": {"a": {"type": "string", "minimum": 3}}}),
+        (False, {"properties": {"a": {"type": "string", "format": "date"}}}),
+        (False, {"properties": {"a": {"type": "array", "uniqueItems": True}}}),
+        (False, {"properties": {"a": {"oneOf": [TEXT, {"enum": ["b"]}]}}}),
+        (False, {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}),
+        # An alternative that allows nothing leaves the others; zod and OpenAPI write null so.
         *(
-            {"type": "object", "properties": {"a": {"type": "string", **narrower}}}
-            for narrower in ({"pattern": "a+"}, {"minimum": 3}, {"format": "date"})
+            (True, {"properties": {"a": {"anyOf": [TEXT, alternative]}}})
+            for alternative in (
+                False,
+                {"enum": []},
+                {"type": "string", "enum": [1]},
+                {"type": "string", "nullable": True, "enum": [None]},
+            )
         ),
-        {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}},
-        {"type": "object", "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
-        {"type": "object", "properties": {"a": {"oneOf": [TEXT, {"enum": ["b"]}]}}},
     ],
     ids=repr,
 )
-def test_a_tool_that_is_not_strict_has_a_grammar(tokenizer, parameters):
-    """A tool that is not strict has a grammar, of any object if its schema cannot be followed."""
-    adjusted = gemma_parser(tokenizer).adjust_request(tool_request([tool(parameters)]))
-    assert adjusted.structured_outputs.structural_tag
-
-
-@pytest.mark.parametrize(
-    "alternative",
-    [
-        False,
-        {"enum": []},
-        {"type": "string", "enum": [1]},
-        {"type": "string", "nullable": True, "enum": [None]},
-    ],
-    ids=repr,
-)
-def test_an_alternative_that_allows_nothing_leaves_the_others(tokenizer, alternative):
-    """A strict tool omits an alternative without values, as zod and OpenAPI write null."""
-    parameters = {"type": "object", "properties": {"a": {"anyOf": [TEXT, alternative]}}}
-    adjusted = gemma_parser(tokenizer).adjust_request(tool_request([tool(parameters, strict=True)]))
-    assert adjusted.structured_outputs.structural_tag
+def test_tools_that_have_a_grammar(tokenizer, strict, keywords):
+    """A strict tool omits an alternative without values, and one that is not strict has a grammar,
+    of any object if its schema cannot be followed.
+    """
+    request = adjusted(tokenizer, tool({"type": "object", **keywords}, strict=strict))
+    assert request.structured_outputs.structural_tag
 
 
 def test_all_refused_tools_are_named(tokenizer):
@@ -557,7 +538,7 @@ def test_all_refused_tools_are_named(tokenizer):
     with pytest.raises(
         VLLMValidationError, match=r"one: parameters\.a\.not.*two: parameters\.a\.not"
     ):
-        gemma_parser(tokenizer).adjust_request(tool_request([tool({}, "fine"), *tools]))
+        adjusted(tokenizer, tool({}, "fine"), *tools)
 
 
 def test_a_schema_cannot_multiply(tokenizer):
@@ -574,7 +555,7 @@ def test_a_schema_cannot_multiply(tokenizer):
         deep = {"type": "object", "properties": {"a": deep}}
     for parameters in ({"$ref": "#/$defs/d30", "$defs": definitions}, deep):
         with pytest.raises(VLLMValidationError, match="too large|too deep"):
-            gemma_parser(tokenizer).adjust_request(tool_request([tool(parameters, strict=True)]))
+            adjusted(tokenizer, tool(parameters, strict=True))
 
 
 def test_tools_are_read_once_and_off_the_event_loop(tokenizer, monkeypatch):
@@ -603,10 +584,9 @@ def test_schemas_of_all_tools_are_bounded_together(tokenizer):
     parameters = {"type": "object", "properties": {"a": {**TEXT, "description": "b" * 10**5}}}
     for strict in (True, False):
         tools = [tool(parameters, f"tool{i}", strict=strict) for i in range(11)]
-        request = tool_request(tools)
         if strict:
             with pytest.raises(VLLMValidationError, match="together may have 1000000 characters"):
-                gemma_parser(tokenizer).adjust_request(request)
+                adjusted(tokenizer, *tools)
         else:
-            adjusted = gemma_parser(tokenizer).adjust_request(request)
-            assert "anything" in adjusted.structured_outputs.structural_tag
+            tag = adjusted(tokenizer, *tools).structured_outputs.structural_tag
+            assert "anything" in tag
