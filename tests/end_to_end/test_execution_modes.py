@@ -1,4 +1,4 @@
-"""Two ranks, asynchronous scheduling and other precision give the same tokens."""
+"""Two ranks, a compiled step and other precision give the same tokens."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import pytest
 import torch
 import torch._dynamo.utils
 
-from tests.support.engines.engine import TracedEngine, run_here
+from tests.support.engines.engine import TracedEngine
 from tests.support.engines.generate import run_engine, small_engine
 from tests.support.models.prompts import random_prompt
 from tests.support.oracles.oracle import Oracle
-from vllm_diffusion.runner import model_state as base
 
 pytestmark = pytest.mark.engine
 
@@ -46,33 +45,6 @@ def expected(oracle):
     ]
 
 
-@pytest.mark.parametrize(
-    ("options", "order"),
-    [
-        ({"async_scheduling": True}, "async, encode separate"),
-        ({}, "sync, encode fused with the next canvas"),
-    ],
-    ids=["asynchronous", "default"],
-)
-def test_order_of_passes(options, order, checkpoint, expected, monkeypatch):
-    """Every order of passes gives the answers of the reference."""
-    said = []
-    monkeypatch.setattr(
-        base.logger, "info_once", lambda line, *args: said.append(line % args if args else line)
-    )
-    answers = run_here(generation_job(checkpoint, **options))
-    assert [request["tokens"] for request in answers[0]] == expected
-    (line,) = (
-        text.partition("vllm-diffusion serves this model: ")[2]
-        for text in said
-        if "vllm-diffusion serves this model" in text
-    )
-    assert line == (
-        "model DiffusionGemmaForBlockDiffusion, sampler DiffusionSampler, attention "
-        f"vllm_diffusion.attention.backend.CanvasAttentionBackend, scheduler canvas_scheduler ({order})"
-    )
-
-
 def test_step_is_compiled_before_a_request(checkpoint, expected):
     """An engine that is ready has compiled its step as requests need it, so none waits."""
     torch._dynamo.reset()
@@ -89,28 +61,6 @@ def test_step_is_compiled_before_a_request(checkpoint, expected):
     assert [list(answer.token_ids) for answer in answers] == expected
 
 
-SETTINGS = [
-    {"top_p": 0.7, "top_k": 40},
-    {"min_p": 0.05, "temperature": 1.4},
-    {"logprobs": 4, "logit_bias": {50: 3.0, 200: 2.0}, "min_tokens": 40},
-    {"repetition_penalty": 1.5, "presence_penalty": 0.5, "allowed_token_ids": [40, 41, 250, 270]},
-]
-
-
-# At this temperature no token is likely, and every candidate is kept: what a filter keeps shows.
-UNSURE = {
-    "diffusion_t_max": 20.0,
-    "diffusion_t_min": 20.0,
-    "diffusion_entropy_bound": 1000.0,
-    "diffusion_max_steps": 4,
-}
-
-
-def filtered_requests(setting: dict[str, Any]) -> list[dict[str, Any]]:
-    params = {"max_tokens": 4 * CANVAS, "ignore_eos": True, "extra_args": UNSURE} | setting
-    return [{"prompt": random_prompt(30, 50 + i), "params": params | {"seed": i}} for i in range(4)]
-
-
 def test_two_ranks(checkpoint, expected):
     """Two processes with half of the vocabulary each give the same tokens.
 
@@ -118,35 +68,6 @@ def test_two_ranks(checkpoint, expected):
     """
     answers = run_engine(generation_job(checkpoint, tensor_parallel_size=2))["batches"]
     assert [request["tokens"] for request in answers[0]] == expected
-
-
-@pytest.mark.slow
-def test_settings_on_two_ranks(checkpoint):
-    """Two ranks give the same tokens with any sampling setting, alone and in a batch."""
-    settings = [
-        {
-            "prompt": random_prompt(30, 50 + i),
-            "params": {"max_tokens": 2 * CANVAS, "seed": i, "ignore_eos": True} | setting,
-        }
-        for i, setting in enumerate(SETTINGS)
-    ]
-    filtered = [
-        filtered_requests(setting) for setting in ({"top_k": 20}, {"top_p": 0.5}, {"min_p": 0.5})
-    ]
-    last_alone = [requests[-1:] for requests in filtered]
-    job = {
-        "engine": small_engine(checkpoint),
-        "batches": [settings, *filtered, *last_alone],
-    }
-    one = run_here(job)
-    two = run_engine(job | {"engine": job["engine"] | {"tensor_parallel_size": 2}})["batches"]
-    assert [request["tokens"] for request in two[0]] == [request["tokens"] for request in one[0]]
-    for ours, theirs in zip(two[0][2]["logprobs"], one[0][2]["logprobs"], strict=True):
-        pairs = zip(ours, theirs, strict=True)
-        assert all(a == b or abs(a - b) < 1e-3 for a, b in pairs)
-    tokens = [[request["tokens"] for request in batch] for batch in two]
-    assert tokens[1:4] == [[request["tokens"] for request in batch] for batch in one[1:4]]
-    assert [batch[-1:] for batch in tokens[1:4]] == tokens[4:]
 
 
 def test_bfloat16(checkpoint, oracle):

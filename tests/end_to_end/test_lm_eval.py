@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engines.server import MODEL, Server, start_server
-from tests.support.models.checkpoints import SHIPPED
+from tests.support.engines.server import MODEL, Server
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "checkpoints"))
 from tiny_tasks import evaluation_set
@@ -89,26 +88,11 @@ for arguments in json.load(sys.stdin):
 
 
 @pytest.fixture(scope="module")
-def scores(server: Server, tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
+def scores(
+    server: Server, tasks: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, float]:
     """Return what the shared server reaches, by kind."""
-    return _scores(server, tasks, tmp_path_factory.mktemp("reports"))
-
-
-@pytest.mark.parametrize("kind", EVALUATIONS)
-def test_lm_eval(kind: str, scores: dict[str, float]) -> None:
-    """lm-eval finishes, so no request was refused, with the model's score."""
-    assert scores[kind] >= LEAST_SCORE
-
-
-@pytest.mark.timeout(1200)
-def test_over_replicas(tasks: Path, tmp_path: Path) -> None:
-    """lm-eval gets the same scores from two engines after two API servers."""
-    options = ("--data-parallel-size", "2", "--api-server-count", "2")
-    with start_server(SHIPPED, tmp_path / "server.log", *options) as replicas:
-        assert min(_scores(replicas, tasks, tmp_path).values()) >= LEAST_SCORE
-
-
-def _scores(server: Server, tasks: Path, folder: Path) -> dict[str, float]:
+    folder = tmp_path_factory.mktemp("reports")
     commands = [
         _arguments(model, endpoint, task, server, tasks, folder / kind)
         for kind, (model, endpoint, task, _) in EVALUATIONS.items()
@@ -124,11 +108,17 @@ def _scores(server: Server, tasks: Path, folder: Path) -> dict[str, float]:
     )
     assert result.returncode == 0, result.stderr[-3000:]
     server.wait_until_idle(30)
-    scores = {}
+    found = {}
     for kind, (_, _, task, metric) in EVALUATIONS.items():
         (report,) = (folder / kind).rglob("results_*.json")
-        scores[kind] = json.loads(report.read_text())["results"][task][metric]
-    return scores
+        found[kind] = json.loads(report.read_text())["results"][task][metric]
+    return found
+
+
+@pytest.mark.parametrize("kind", EVALUATIONS)
+def test_lm_eval(kind: str, scores: dict[str, float]) -> None:
+    """lm-eval finishes, so no request was refused, with the model's score."""
+    assert scores[kind] >= LEAST_SCORE
 
 
 def _arguments(

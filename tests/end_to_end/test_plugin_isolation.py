@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,64 +41,48 @@ OTHER_MODELS = {
 }
 
 
-class Snapshots:
-    """What :mod:`tests.support.engines.snapshot` printed under each set of environment variables.
-
-    Each process takes many seconds to import vLLM, so they run two at a time.
-    """
-
-    def __init__(self, folder: Path, environments: Mapping[str, Mapping[str, str]]) -> None:
-        models = []
-        for name, config in OTHER_MODELS.items():
-            (folder / name).mkdir()
-            (folder / name / "config.json").write_text(json.dumps(config))
-            models.append(str(folder / name))
-        inherited = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("VLLM_DIFFUSION", "VLLM_PLUGINS", "TRITON_INTERPRET"))
-        }
-        # This process's own platform hid the accelerators.
-        inherited.pop("CUDA_VISIBLE_DEVICES", None)
-        self._found: dict[str, Any] = {}
-        waiting = list(environments.items())
-        while waiting:
-            batch, waiting = waiting[:2], waiting[2:]
-            running = {
-                name: subprocess.Popen(
-                    # Without a platform there is nothing to configure a model for.
-                    [sys.executable, str(SNAPSHOT), *(models if "model" in name else [])],
-                    env={**inherited, **changes},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-                for name, changes in batch
-            }
-            for name, process in running.items():
-                output, errors = process.communicate(timeout=800)
-                assert process.returncode == 0, f"{name}: {errors[-3000:]}"
-                (line,) = (x for x in output.splitlines() if x.startswith("SNAPSHOT"))
-                self._found[name] = json.loads(line.removeprefix("SNAPSHOT"))
-
-    def __getitem__(self, name: str) -> Any:
-        return self._found[name]
+ENVIRONMENTS = {
+    "stock": {"VLLM_PLUGINS": ""},
+    "disabled": {"VLLM_DIFFUSION_DISABLE": "1"},
+    "models on the platform alone": {"VLLM_PLUGINS": "vllm_diffusion_cpu"},
+    "models with all plugins": {},
+}
 
 
 @pytest.fixture(scope="module")
-def snapshots(tmp_path_factory: pytest.TempPathFactory) -> Snapshots:
-    return Snapshots(
-        tmp_path_factory.mktemp("models"),
-        {
-            "stock": {"VLLM_PLUGINS": ""},
-            "disabled": {"VLLM_DIFFUSION_DISABLE": "1"},
-            "models on the platform alone": {"VLLM_PLUGINS": "vllm_diffusion_cpu"},
-            "models with all plugins": {},
-        },
-    )
+def snapshots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return what :mod:`tests.support.engines.snapshot` prints under each of them.
+
+    Each process takes many seconds to import vLLM, so they run two at a time.
+    """
+    folder, models = tmp_path_factory.mktemp("models"), []
+    for name, config in OTHER_MODELS.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+        models.append(str(folder / name))
+    # This process's own platform hid the accelerators.
+    own = ("VLLM_DIFFUSION", "VLLM_PLUGINS", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+
+    def taken(name: str) -> Any:
+        done = subprocess.run(
+            # Without a platform there is nothing to configure a model for.
+            [sys.executable, str(SNAPSHOT), *(models if "model" in name else [])],
+            env=inherited | ENVIRONMENTS[name],
+            capture_output=True,
+            text=True,
+            timeout=800,
+            check=False,
+        )
+        assert done.returncode == 0, f"{name}: {done.stderr[-3000:]}"
+        (line,) = (x for x in done.stdout.splitlines() if x.startswith("SNAPSHOT"))
+        return json.loads(line.removeprefix("SNAPSHOT"))
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(ENVIRONMENTS, pool.map(taken, ENVIRONMENTS), strict=True))
 
 
-def test_disabled_is_stock(snapshots: Snapshots) -> None:
+def test_disabled_is_stock(snapshots: dict[str, Any]) -> None:
     """VLLM_DIFFUSION_DISABLE=1 restores platform, model, checks and validation."""
     stock = snapshots["stock"]["tables"]
     assert snapshots["disabled"]["tables"] == stock
@@ -106,14 +90,14 @@ def test_disabled_is_stock(snapshots: Snapshots) -> None:
     assert not any("vllm_diffusion" in name for name in ours)
 
 
-def test_enabled_is_not_stock(snapshots: Snapshots) -> None:
+def test_enabled_is_not_stock(snapshots: dict[str, Any]) -> None:
     """The snapshot sees each of the things that are ours."""
     tables = snapshots["models with all plugins"]["tables"]
     for name in (tables["model"], tables["config_hook"], *tables["validation"]):
         assert name.startswith("vllm_diffusion.")
 
 
-def test_only_the_platform_is_stock_but_for_the_platform(snapshots: Snapshots) -> None:
+def test_only_the_platform_is_stock_but_for_the_platform(snapshots: dict[str, Any]) -> None:
     """VLLM_PLUGINS=vllm_diffusion_cpu serves stock's class, with stock's checks."""
     stock = dict(snapshots["stock"]["tables"])
     alone = dict(snapshots["models on the platform alone"]["tables"])
@@ -122,7 +106,7 @@ def test_only_the_platform_is_stock_but_for_the_platform(snapshots: Snapshots) -
     assert alone == stock
 
 
-def test_other_entries_are_untouched(snapshots: Snapshots) -> None:
+def test_other_entries_are_untouched(snapshots: dict[str, Any]) -> None:
     """Other architectures' entries are unchanged, and only the names of NeMo's drafts are new."""
     stock = snapshots["stock"]["tables"]
     ours = snapshots["models with all plugins"]["tables"]
@@ -139,7 +123,7 @@ def test_other_entries_are_untouched(snapshots: Snapshots) -> None:
 
 @pytest.mark.parametrize("model", range(len(OTHER_MODELS)), ids=OTHER_MODELS)
 @pytest.mark.parametrize("part", ["scheduler", "config", "hash", "requests"])
-def test_other_model(part: str, model: int, snapshots: Snapshots) -> None:
+def test_other_model(part: str, model: int, snapshots: dict[str, Any]) -> None:
     """Another model's configuration is field by field the same with the plugin and without."""
     without = snapshots["models on the platform alone"]["models"][model][part]
     assert snapshots["models with all plugins"]["models"][model][part] == without

@@ -152,32 +152,6 @@ class TestLive:
             time.sleep(0.05)
         return asked, pool
 
-    def test_bad_folders(self, live: Server, tmp_path: Path) -> None:
-        """A bad folder is refused by tensor, and no request is harmed."""
-        expected = tokens(live, "Once", 5, LONG)
-        bad = copy_checkpoint(tmp_path / "bad")
-        weights = changed(1)
-        weights[NAME][3, 5] = float("nan")
-        save_file(weights, bad / "model.safetensors", metadata={"format": "pt"})
-        damaged = copy_checkpoint(tmp_path / "damaged")
-        file = damaged / "model.safetensors"
-        file.write_bytes(file.read_bytes()[:-9])
-        asked, pool = self.in_flight(live)
-        # vLLM takes paths out of what it tells a client.
-        for folder, word in (
-            (bad, NAME),
-            (damaged, "truncated"),
-            (tmp_path / "none", "not a folder"),
-        ):
-            for _ in range(2):
-                response = reload(live, folder)
-                assert response.status_code >= 400
-                assert word in response.text
-        assert not asked.done()
-        assert asked.result() == expected
-        pool.shutdown()
-        assert tokens(live, "Once", 5, LONG) == expected
-
     def test_pauses(self, live: Server, other: Path) -> None:
         """Kept requests resume, awaited ones end first, and aborted ones end at once."""
         old = tokens(live, "Once", 5, LONG)

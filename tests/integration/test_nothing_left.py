@@ -30,9 +30,8 @@ def engine() -> Iterator[TracedEngine]:
 
 def test_an_abort_while_the_prompt_runs() -> None:
     """An abort during the prompt leaves nothing, although log-probabilities arrive later."""
-    engine = TracedEngine(Path(SHIPPED), max_model_len=256, async_scheduling=True)
-    core = engine.llm.llm_engine
-    try:
+    with TracedEngine(Path(SHIPPED), max_model_len=256, async_scheduling=True) as engine:
+        core = engine.llm.llm_engine
         params = engine.sampling_params(max_tokens=4, prompt_logprobs=0, logit_bias={40: 1.0})
         core.add_request("gone", {"prompt_token_ids": [30] * 20}, params)
         core.step()
@@ -41,8 +40,6 @@ def test_an_abort_while_the_prompt_runs() -> None:
         while core.has_unfinished_requests():
             core.step()
         engine.check_integrity()
-    finally:
-        engine.close()
 
 
 def live_objects() -> dict[str, int]:
@@ -62,32 +59,24 @@ def run_batch(engine: TracedEngine, rng: random.Random, num_requests: int) -> No
     core = engine.llm.llm_engine
     canvas_length = engine.state.canvas_length
     for index in range(num_requests):
-        extra: dict[str, Any] = {"diffusion_max_steps": 1}
-        params: dict[str, Any] = {"max_tokens": rng.randint(1, 2), "seed": index}
-        kinds = ["plain", "narrow", "read", "logprobs", "two canvases", "prompt logprobs"]
-        kind = rng.choice([*kinds, "words", "grammar"])
-        if kind == "narrow":
-            extra["diffusion_canvas_length"] = rng.randint(1, canvas_length)
-        elif kind == "read":
-            extra |= {"diffusion_read_only": True, "diffusion_constrained": True}
-            params["logprob_token_ids"] = [60, 61]
-        elif kind == "logprobs":
-            params["logprobs"] = 2
-        elif kind == "prompt logprobs":
-            params["prompt_logprobs"] = 1
-        elif kind == "words":
-            params["bad_words"] = ["e", "in"]
-        elif kind == "grammar":
-            params["structured_outputs"] = StructuredOutputsParams(regex="[a-f]{2,9}")
-        elif kind == "two canvases":
-            params |= {"max_tokens": canvas_length + 1, "ignore_eos": True}
+        kinds: list[dict[str, Any]] = [
+            {},
+            {"extra_args": {"diffusion_canvas_length": rng.randint(1, canvas_length)}},
+            {
+                "extra_args": {"diffusion_read_only": True, "diffusion_constrained": True},
+                "logprob_token_ids": [60, 61],
+            },
+            {"logprobs": 2},
+            {"prompt_logprobs": 1},
+            {"bad_words": ["e", "in"]},
+            {"structured_outputs": StructuredOutputsParams(regex="[a-f]{2,9}")},
+            {"max_tokens": canvas_length + 1, "ignore_eos": True},
+        ]
+        params = {"max_tokens": rng.randint(1, 2), "seed": index} | rng.choice(kinds)
+        params["extra_args"] = {"diffusion_max_steps": 1} | params.get("extra_args", {})
         name = f"{rng.getrandbits(64):x}"
         prompt = [rng.randrange(50, 200) for _ in range(rng.randint(1, 60))]
-        core.add_request(
-            name,
-            {"prompt_token_ids": prompt},
-            engine.sampling_params(extra_args=extra, **params),
-        )
+        core.add_request(name, {"prompt_token_ids": prompt}, engine.sampling_params(**params))
         if rng.random() < 0.2:
             for _ in range(rng.randint(0, 2)):
                 core.step()
@@ -99,7 +88,11 @@ def run_batch(engine: TracedEngine, rng: random.Random, num_requests: int) -> No
 
 @pytest.mark.parametrize("num_requests", [10, pytest.param(500, marks=pytest.mark.slow)])
 def test_requests_leave_nothing(engine: TracedEngine, num_requests: int) -> None:
-    """More requests, a fifth of them aborted, leave the engine as the first twenty did."""
+    """More requests, a fifth of them aborted, leave the engine as the first twenty did, and a slot
+    that others used before gives the same tokens.
+    """
+    request = {"seeds": [11], "max_tokens": 40, "ignore_eos": True}
+    first = engine.generate([[60, 61, 62]], **request)[0].token_ids
     rng = random.Random(0)
     run_batch(engine, rng, 20)
     objects, rss = live_objects(), psutil.Process().memory_info().rss
@@ -110,11 +103,4 @@ def test_requests_leave_nothing(engine: TracedEngine, num_requests: int) -> None
     # A few are kept from call to call.
     assert after["tensors"] <= objects["tensors"] + 8, (objects, after)
     assert psutil.Process().memory_info().rss <= rss + ALLOWED_GROWTH_BYTES
-
-
-def test_same_tokens_after_all_that(engine: TracedEngine) -> None:
-    """A slot that others used before gives the same tokens."""
-    request = {"seeds": [11], "max_tokens": 40, "ignore_eos": True}
-    first = engine.generate([[60, 61, 62]], **request)[0].token_ids
-    run_batch(engine, random.Random(1), 12)
     assert engine.generate([[60, 61, 62]], **request)[0].token_ids == first

@@ -133,24 +133,6 @@ def test_tokens_of_many_prompts(engine, oracle, numbers):
         assert list(output.token_ids) == expected.tokens
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["triton"], indirect=True)
-@pytest.mark.usefixtures("small_token_budget")
-def test_with_the_triton_kernel(engine, oracle):
-    """The Triton kernel gives the oracle's tokens for two prompts in a batch, one in chunks."""
-    prompts = [prompt_of(25, seed=2), prompt_of(90, seed=2)]
-    few_steps = {"diffusion_max_steps": 4}
-    outputs = engine.generate(
-        prompts, seeds=[100, 101], max_tokens=2 * CANVAS, ignore_eos=True, extra_args=few_steps
-    )
-    for prompt, seed, output in zip(prompts, (100, 101), outputs, strict=True):
-        expected = oracle.generate(
-            prompt, seed=seed, max_tokens=2 * CANVAS, ignore_eos=True, max_denoising_steps=4
-        )
-        assert list(output.token_ids) == expected.tokens
-
-
-@pytest.mark.skipif(not SHIPPED.exists(), reason="the shipped checkpoint is missing")
 def test_trained_checkpoint(tmp_path):
     """The shipped weights, whose canvases converge early, give the oracle's tokens and steps."""
     from transformers import AutoTokenizer

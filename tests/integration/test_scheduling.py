@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 
@@ -11,6 +12,7 @@ from tests.support.models.checkpoints import SHIPPED
 from tests.support.models.prompts import prompt_of
 from vllm_diffusion.metrics import request_metrics
 from vllm_diffusion.requests.bodies import body_number
+from vllm_diffusion.runner import model_state
 
 pytestmark = pytest.mark.engine
 
@@ -19,16 +21,34 @@ CANVAS = 32
 
 @pytest.fixture(scope="module")
 def engine(checkpoint, order):
-    with TracedEngine(
-        checkpoint,
-        async_scheduling=order == "asynchronous",
-        # Room for about one request of the longest length in the cache.
-        kv_cache_memory_bytes=1024**2,
-        max_num_batched_tokens=5 * CANVAS,
-        max_model_len=512,
-        prefix_cache_retention_interval=None,
-    ) as engine:
+    with (
+        mock.patch.object(model_state.logger, "info_once") as logged,
+        TracedEngine(
+            checkpoint,
+            async_scheduling=order == "asynchronous",
+            # Room for about one request of the longest length in the cache.
+            kv_cache_memory_bytes=1024**2,
+            max_num_batched_tokens=5 * CANVAS,
+            max_model_len=512,
+            prefix_cache_retention_interval=None,
+        ) as engine,
+    ):
+        engine.logged = [call.args[0] % call.args[1:] for call in logged.call_args_list]
         yield engine
+
+
+def test_log_of_a_start(engine, order):
+    """A start logs once which classes serve the model, and the order of passes."""
+    orders = {
+        "asynchronous": "async, encode separate",
+        "fused": "sync, encode fused with the next canvas",
+    }
+    (line,) = (line for line in engine.logged if "vllm-diffusion serves this model" in line)
+    assert line.partition("this model: ")[2] == (
+        "model DiffusionGemmaForBlockDiffusion, sampler DiffusionSampler, attention "
+        "vllm_diffusion.attention.backend.CanvasAttentionBackend, scheduler canvas_scheduler "
+        f"({orders[order]})"
+    )
 
 
 asynchronous_often = pytest.mark.parametrize(
@@ -172,20 +192,6 @@ def test_tokens_under_preemption(engine, oracle):
             max_denoising_steps=4,
         )
         assert list(output.token_ids) == expected.tokens
-
-
-def test_the_next_turn_reads_the_encoded_canvases_from_the_cache(engine, oracle):
-    """The next turn reuses the encoded canvases and gives the oracle's tokens."""
-    prompt = prompt_of(40, seed=9)
-    (first,) = engine.generate([prompt], seeds=[3], max_tokens=3 * CANVAS, ignore_eos=True)
-    follow_up = [*prompt, *first.token_ids, *prompt_of(10, seed=4)]
-    output = engine.outputs(
-        [follow_up], engine.sampling_params(seed=5, max_tokens=CANVAS, ignore_eos=True)
-    )[0]
-    expected = oracle.generate(follow_up, seed=5, max_tokens=CANVAS, ignore_eos=True)
-    assert list(output.outputs[0].token_ids) == expected.tokens
-    # Prompt and two canvases are encoded for certain: six blocks and a half of sixteen tokens.
-    assert output.num_cached_tokens >= 96
 
 
 def test_up_to_the_model_length(engine, oracle, order):

@@ -80,16 +80,10 @@ def last_honest_answer(
         constraint = options.pop("constraint")
         params = constrained(engine, constraint, seed=i, max_tokens=64, **options)
         add(engine, f"other {i}", params)
-    honest = {f"honest {i}" for i in range(NUM_HONEST)}
-    for i, name in enumerate(sorted(honest)):
-        add(engine, name, constrained(engine, {}, seed=i, ignore_eos=True))
-    core, last = engine.llm.llm_engine, 0
-    for step in range(20_000):
-        if not core.has_unfinished_requests():
-            return last
-        if any(output.finished and output.request_id in honest for output in core.step()):
-            last = step
-    raise AssertionError(f"{core.get_num_unfinished_requests()} requests do not end")
+    for i in range(NUM_HONEST):
+        add(engine, f"honest {i}", constrained(engine, {}, seed=i, ignore_eos=True))
+    _, ended = drain(engine, most=20_000)
+    return max(ended[f"honest {i}"] for i in range(NUM_HONEST))
 
 
 @pytest.fixture(scope="module", params=ASYNCHRONOUS_OFTEN)
@@ -247,19 +241,6 @@ def test_grammar_that_raises(engine, monkeypatch):
     assert len(outputs["whole"].text) == 5
 
 
-def test_ended_requests_leave_nothing(engine):
-    """The slots, blocks and records of ended requests are free."""
-    for i in range(3 * NUM_SLOTS):
-        add(engine, f"stuck {i}", constrained(engine, EMPTY["a prefix, and then nothing"]))
-    drain(engine)
-    scheduler = engine.scheduler
-    assert not scheduler.requests
-    assert not scheduler.running
-    assert not scheduler.constraints
-    assert not scheduler.stuck._idle_passes
-    assert scheduler.kv_cache_manager.usage == 0
-
-
 def test_slow_constraint_makes_room(engine):
     """A canvas past its step cap lets waiting requests go first and keeps its tokens."""
     slow = constrained(
@@ -311,7 +292,8 @@ NUM_REQUESTS = 10
 @pytest.mark.parametrize("asynchronous", ASYNCHRONOUS_OFTEN)
 def test_preempted_constraints(asynchronous: bool) -> None:
     """A constraint survives a preemption, also with a pass of its canvas on its way."""
-    engine = TracedEngine(
+    prompts = [random_prompt(20 + 9 * (i % 5), i) for i in range(NUM_REQUESTS)]
+    with TracedEngine(
         SHIPPED,
         async_scheduling=asynchronous,
         max_model_len=320,
@@ -319,30 +301,19 @@ def test_preempted_constraints(asynchronous: bool) -> None:
         max_num_batched_tokens=256,
         kv_cache_memory_bytes=1024**2,
         enable_prefix_caching=False,
-    )
-    core = engine.llm.llm_engine
-
-    def params(index: int) -> Any:
-        return engine.sampling_params(
-            seed=index,
-            temperature=1.5,
-            max_tokens=100,
-            extra_args={"diffusion_max_steps": 2 + index % 2},
-            structured_outputs=StructuredOutputsParams(regex="[a-f]{3}-[0-9]{1,40}"),
-        )
-
-    prompts = [random_prompt(20 + 9 * (i % 5), i) for i in range(NUM_REQUESTS)]
-    together: dict[int, list[int]] = {}
-    try:
-        for i, prompt in enumerate(prompts):
-            core.add_request(str(i), TokensPrompt(prompt_token_ids=prompt), params(i))
-        while core.has_unfinished_requests():
-            for output in core.step():
-                if output.finished:
-                    together[int(output.request_id)] = list(output.outputs[0].token_ids)
+    ) as engine:
+        params = [
+            engine.sampling_params(
+                seed=i,
+                temperature=1.5,
+                max_tokens=100,
+                extra_args={"diffusion_max_steps": 2 + i % 2},
+                structured_outputs=StructuredOutputsParams(regex="[a-f]{3}-[0-9]{1,40}"),
+            )
+            for i in range(NUM_REQUESTS)
+        ]
+        together = engine.outputs(prompts, params)
         assert engine.preempted
-        for i, prompt in enumerate(prompts):
-            (alone,) = engine.outputs([prompt], params(i))
-            assert together[i] == list(alone.outputs[0].token_ids), i
-    finally:
-        engine.close()
+        for prompt, one, output in zip(prompts, params, together, strict=True):
+            (alone,) = engine.outputs([prompt], one)
+            assert output.outputs[0].token_ids == alone.outputs[0].token_ids

@@ -45,6 +45,14 @@ COMPUTED = {
 }
 
 
+def assert_near_fp64(out, batch: CanvasBatch, impl: str, factor: float = 2.0, **options) -> None:
+    """Check the live rows of a batch's output against fp64, and that its padded rows are 0."""
+    exact = expected(batch, torch.float64, **options)
+    same = expected(batch, batch.query.dtype, **options)
+    assert_within_error_budget(out[: len(exact)], same, exact, impl, factor)
+    assert out[len(exact) :].count_nonzero() == 0
+
+
 @pytest.mark.parametrize(
     ("left", "right", "anchor", "impl", "dtype"),
     [
@@ -73,14 +81,10 @@ def test_canvas_attention(impl, left, right, anchor, dtype):
         padded_rows=3,
         strided_query=True,
     )
-    window = {"left": left, "right": right, "anchor": anchor}
-    out = run(batch, scale=0.2, impl=impl, **window)
-    exact = expected(batch, torch.float64, scale=0.2, **window)
-    same = expected(batch, dtype, scale=0.2, **window)
     # In fp64 the yardstick itself is rounded like what it measures.
     factor = 8.0 if dtype == torch.float64 else 2.0
-    assert_within_error_budget(out[: len(exact)], same, exact, impl, factor)
-    assert out[len(exact) :].count_nonzero() == 0
+    options = {"scale": 0.2, "left": left, "right": right, "anchor": anchor}
+    assert_near_fp64(run(batch, impl=impl, **options), batch, impl, factor, **options)
 
 
 @pytest.mark.parametrize(
@@ -100,10 +104,8 @@ def test_canvas_attention_heads(impl, num_heads, num_kv_heads):
     batch = make_batch(
         [9, 8], [40, 8], [4, 0], num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=64
     )
-    out = run(batch, scale=0.125, softcap=5.0, impl=impl)
-    exact = expected(batch, torch.float64, scale=0.125, softcap=5.0)
-    same = expected(batch, torch.float32, scale=0.125, softcap=5.0)
-    assert_within_error_budget(out, same, exact, impl)
+    options = {"scale": 0.125, "softcap": 5.0}
+    assert_near_fp64(run(batch, impl=impl, **options), batch, impl, **options)
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
@@ -113,11 +115,9 @@ def test_canvas_attention_heads(impl, num_heads, num_kv_heads):
 def test_canvas_attention_head_dim(impl, head_dim, block_size):
     """Any head size and block size, a power of two or not, agrees with fp64."""
     batch = make_batch([9, 5], [40, 70], [4, 0], head_dim=head_dim, block_size=block_size)
-    out = run(batch, scale=head_dim**-0.5, left=20, impl=impl)
-    exact = expected(batch, torch.float64, scale=head_dim**-0.5, left=20)
-    same = expected(batch, torch.float32, scale=head_dim**-0.5, left=20)
     # One rounding more than plain PyTorch: scores are in units of log 2.
-    assert_within_error_budget(out, same, exact, impl, factor=4.0)
+    options = {"scale": head_dim**-0.5, "left": 20}
+    assert_near_fp64(run(batch, impl=impl, **options), batch, impl, 4.0, **options)
 
 
 @pytest.mark.parametrize(
@@ -138,9 +138,7 @@ def test_canvas_attention_fp8_cache(impl, on_device):
     if on_device:
         given = {name: torch.tensor(value, device=DEVICE) for name, value in scales.items()}
     out = run(batch, scale=0.2, impl=impl, **given)
-    exact = expected(batch, torch.float64, scale=0.2, **scales)
-    same = expected(batch, torch.bfloat16, scale=0.2, **scales)
-    assert_within_error_budget(out, same, exact, impl)
+    assert_near_fp64(out, batch, impl, scale=0.2, **scales)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -148,28 +146,17 @@ def test_canvas_attention_span(impl):
     """A span reaches outside the window, ahead of the row, and never past the sequence."""
     spans = [(0, 0)] * 3 + [(3, 30)] * 12 + [(0, 0)] * 5 + [(18, 99)] * 4
     batch = make_batch([20, 4], [30, 20], [20, 2], row_spans=spans, padded_rows=2)
-    out = run(batch, scale=0.2, left=3, impl=impl)
-    exact = expected(batch, torch.float64, scale=0.2, left=3)
-    same = expected(batch, torch.float32, scale=0.2, left=3)
-    assert_within_error_budget(out[: len(exact)], same, exact, impl)
+    assert_near_fp64(run(batch, scale=0.2, left=3, impl=impl), batch, impl, scale=0.2, left=3)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_canvas_attention_no_keys(impl):
-    """Rows of a sequence without keys are zero, also in a given output."""
-    batch = make_batch([4, 3], [0, 9], [2, 0])
-    out = torch.full_like(batch.query, 7.0)
-    run(batch, scale=0.2, impl=impl, out=out)
-    assert out[:4].count_nonzero() == 0
-    assert out[4:].count_nonzero() == out[4:].numel()
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_canvas_attention_padded_rows(impl):
-    """Padded rows of a given output stay unchanged."""
-    batch = make_batch([4, 3], [10, 9], [2, 0], padded_rows=5)
+def test_canvas_attention_given_output(impl):
+    """In a given output, rows of a sequence without keys become zero, and padded rows stay."""
+    batch = make_batch([4, 3], [0, 9], [2, 0], padded_rows=5)
     out = torch.full_like(batch.query, 7.0)
     assert run(batch, scale=0.2, impl=impl, out=out) is out
+    assert out[:4].count_nonzero() == 0
+    assert out[4:7].count_nonzero() == out[4:7].numel()
     assert (out[7:] == 7.0).all()
     assert torch.equal(out[:7], run(batch, scale=0.2, impl=impl)[:7])
 
@@ -236,7 +223,7 @@ def canvas_batches(draw):
     return batch, options
 
 
-def given_back(batch: CanvasBatch, left: int, right: int, anchor: str) -> CanvasBatch:
+def given_back(batch: CanvasBatch, window: Window) -> CanvasBatch:
     """Return the batch without the cache blocks that no row reaches any more."""
     unused = next(i for i, block in enumerate(batch.key_cache) if block.isnan().all())
     table = batch.block_table.clone()
@@ -249,7 +236,7 @@ def given_back(batch: CanvasBatch, left: int, right: int, anchor: str) -> Canvas
             rows.stop - rows.start,
             seq_len,
             causal,
-            Window(left, right, anchor),
+            window,
             row_spans=None if batch.row_spans is None else batch.row_spans[rows],
             device=DEVICE,
         )
@@ -260,12 +247,9 @@ def given_back(batch: CanvasBatch, left: int, right: int, anchor: str) -> Canvas
 
 
 def check_against_fp64(impl, batch, options):
-    window = {name: options[name] for name in ("left", "right", "anchor")}
-    out = run(given_back(batch, **window), impl=impl, **options)
-    exact = expected(batch, torch.float64, **options)
-    same = expected(batch, torch.float32, **options)
-    assert_within_error_budget(out[: len(exact)], same, exact, impl, factor=4.0)
-    assert out[len(exact) :].count_nonzero() == 0
+    window = Window(*(options[name] for name in ("left", "right", "anchor")))
+    out = run(given_back(batch, window), impl=impl, **options)
+    assert_near_fp64(out, batch, impl, 4.0, **options)
 
 
 def alone(batch: CanvasBatch, seq: int) -> CanvasBatch:

@@ -23,6 +23,17 @@ from tests.support.oracles.canvas_attention import (
 from tests.support.oracles.kernel_checks import visibility_mask
 
 
+def launched(batch, config, num_splits, **options):
+    """Return the output of a launch, and how many key tiles it visited of each sequence."""
+    from attention_kernels.canvas_attention.triton import launch as kernels
+
+    visited, out = torch.zeros_like(batch.seq_lens), torch.zeros_like(batch.query)
+    query, cache, sequences, options = arguments_of(**batch.tensors(), scale=0.2, **options)
+    cut = kernels.Cut(config, num_splits, visited)
+    kernels.CanvasLaunch(query, cache, sequences, options, cut)(query, cache, out)
+    return out, visited
+
+
 @pytest.mark.parametrize(
     ("num_splits", "left", "right", "anchor", "spans"),
     [
@@ -46,20 +57,9 @@ def test_canvas_attention_visited_tiles(num_splits, left, right, anchor, spans):
         query_lens, seq_lens, causal_rows, row_spans=row_spans if spans else None, padded_rows=4
     )
     config = kernels.TritonConfig(32, 16, 4, 1, parts=num_splits // 2 or 1)
-    visited = torch.zeros(len(seq_lens), dtype=torch.int32, device=DEVICE)
-    query, cache, sequences, options = arguments_of(
-        **batch.tensors(),
-        scale=0.2,
-        left=left,
-        right=right,
-        anchor=anchor,
-        max_query_len=max(query_lens),
-        max_seq_len=max(seq_lens),
-    )
-    cut = kernels.Cut(config, num_splits, visited)
-    kernels.CanvasLaunch(query, cache, sequences, options, cut)(
-        query, cache, torch.zeros_like(query)
-    )
+    window = {"left": left, "right": right, "anchor": anchor}
+    bounds = {"max_query_len": max(query_lens), "max_seq_len": max(seq_lens)}
+    _, visited = launched(batch, config, num_splits, **window, **bounds)
     tokens_per_tile = 32 // 2  # two query heads share a key head
     starts = batch.query_start_loc.tolist()
     for seq, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
@@ -117,23 +117,14 @@ def test_canvas_attention_short_replay_of_a_long_graph(case):
 
     config = kernels.TritonConfig(16, 16, 4, 1)
 
-    def launched(batch, num_splits, left):
-        out = torch.zeros_like(batch.query)
-        visited = torch.zeros_like(batch.seq_lens)
-        query, cache, sequences, options = arguments_of(
-            **batch.tensors(), scale=0.2, left=left, max_query_len=16, max_seq_len=131072
-        )
-        cut = kernels.Cut(config, num_splits, visited)
-        kernels.CanvasLaunch(query, cache, sequences, options, cut)(query, cache, out)
-        return out, visited
-
     batch, num_splits, left = case
+    options = {"left": left, "max_query_len": 16, "max_seq_len": 131072}
     with (
         mock.patch.object(kernels, "_scratch", nan_scratch),
         mock.patch.object(kernels, "MIN_SPLIT_KEYS", 32),
     ):
-        out, visited = launched(batch, num_splits, left)
-        whole, visited_whole = launched(batch, 1, left)
+        out, visited = launched(batch, config, num_splits, **options)
+        whole, visited_whole = launched(batch, config, 1, **options)
     assert torch.equal(visited, visited_whole)
     exact = expected(batch, torch.float64, scale=0.2, left=left)
     same = expected(batch, torch.float32, scale=0.2, left=left)

@@ -19,7 +19,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 import types
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,7 +28,6 @@ import pytest
 import torch
 
 from attention_kernels.canvas_attention.cute.launch import CuteKernel, compile_kernel
-from tests.support.counters.triton_compile import innermost_loops, told_of
 from tests.support.oracles.kernel_checks import walk_key_tiles
 
 # Shared memory that one block can have, in bytes; the same on both chips.
@@ -92,8 +90,6 @@ MODEL_CASES = {
     ],
 }
 CHIPS = list(MODEL_CASES)
-# The rule with both anchors, one of them in splits.
-FEW_RULES = [Case(256, "canvas", split=True), Case(512, "query", 3)]
 
 
 def all_cases(chip: str) -> list[Case]:
@@ -149,14 +145,16 @@ def compile_case(capability: int, case: Case) -> dict:
 
 
 def resources(cubin: bytes) -> dict:
-    """Return registers, stack and loops of a compiled kernel, by the tools in Triton's package."""
-    report = told_of("cuobjdump", "-res-usage", cubin=cubin)
+    """Return registers and stack of a compiled kernel, by a tool in Triton's package."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        report = subprocess.check_output([tool, "-res-usage", file.name], text=True)
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", report).groups()
-    return {
-        "registers": int(registers),
-        "stack": int(stack),
-        "loops": innermost_loops(cubin),
-    }
+    return {"registers": int(registers), "stack": int(stack)}
 
 
 class TracedRule:
@@ -297,13 +295,13 @@ class TracedRule:
         return by_head.all(1)
 
 
-def compare_rule(capability: int, case: Case, num_sequences: int) -> dict:
-    """Compare the traced rule with the reference on random sequences; return how many."""
+def compare_rule(capability: int, case: Case) -> dict:
+    """Compare the traced rule with the reference on random sequences; return how many scores."""
     from attention_kernels.canvas_attention import Window
     from tests.support.oracles.kernel_checks import visibility_mask
 
     rule, draw, scores = TracedRule(capability, case), random.Random(0), 0
-    for _ in range(num_sequences):
+    for _ in range(100 if case.split else 300):
         query_len = draw.randint(1, 200)
         # Long enough for each split to be live, or some.
         seq_len = query_len + draw.choice([0, draw.randint(0, 900 if case.split else 300)])
@@ -312,60 +310,33 @@ def compare_rule(capability: int, case: Case, num_sequences: int) -> dict:
             draw.choice([0, 2**30, draw.randint(1, 300)]) if given else -1
             for given in (rule.has_left, rule.has_right)
         )
-        expected = visibility_mask(
-            query_len,
-            seq_len,
-            causal_rows,
-            Window(left, right, "canvas" if rule.canvas_anchor else "query"),
-        )
+        window = Window(left, right, "canvas" if rule.canvas_anchor else "query")
+        expected = visibility_mask(query_len, seq_len, causal_rows, window)
         given = (query_len, seq_len, causal_rows, left, right)
         assert torch.equal(rule.mask(*given), expected), given
         scores += expected.numel()
-    return {**asdict(case), "sequences": num_sequences, "scores": scores}
+    return {**asdict(case), "scores": scores}
 
 
-def reports(chip: str, **tasks: list[Case]) -> dict[str, list[dict]]:
-    """Return what a process of its own reports of the cases of each task."""
+def reports(chip: str, task: str, cases: list[Case]) -> list[dict]:
+    """Return what a process of its own reports of each case of a task."""
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     source = "vllm" if chip == "sm_90a" else "flash_attn"
     if importlib.util.find_spec(source) is None:
         pytest.skip(f"needs the FlashAttention-4 inside {source}")
-    arguments = [
-        argument
-        for task, cases in tasks.items()
-        for argument in (task, json.dumps([asdict(case) for case in cases]))
-    ]
     with tempfile.TemporaryDirectory() as folder:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "CUTE_DSL_DUMP_DIR": folder,
-        }
-        result = subprocess.run(
-            [sys.executable, __file__, chip, *arguments],
-            env=environment,
-            stdout=subprocess.PIPE,
+        lines = subprocess.check_output(
+            [sys.executable, __file__, chip, task, json.dumps([asdict(case) for case in cases])],
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                "CUTE_DSL_DUMP_DIR": folder,
+            },
             text=True,
-            check=True,
-        )
-    lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
-    return {task: [line for line in lines if line["task"] == task] for task in tasks}
-
-
-def check(chip: str, cases: list[Case], lines: list[dict]) -> None:
-    assert len(lines) == len(cases)
-    for line in lines:
-        assert line["shared_memory"] <= SHARED_MEMORY, line
-        assert line["stack"] <= STACK[chip] + line["split"] * SPLIT_STACK, line
-
-
-def rule_cases(chip: str) -> list[Case]:
-    whole = [
-        Case(head_dim, window, group)
-        for head_dim in ((256, 512) if chip == "sm_90a" else (256,))
-        for window, group in (("none", 8), ("canvas", 2), ("query", 3), ("left", 1))
-    ]
-    return [*whole, Case(256, "canvas", split=True)]
+        ).splitlines()
+    found = [json.loads(line) for line in lines if line.startswith("{")]
+    assert len(found) == len(cases)
+    return found
 
 
 @pytest.mark.slow
@@ -375,47 +346,45 @@ def test_cute_ahead_of_time_all(chip):
     # A kernel that both lists have is compiled once in a process, so its second turn would record
     # nothing.
     cases = list(dict.fromkeys(MODEL_CASES[chip] + all_cases(chip)))
-    check(chip, cases, reports(chip, compile=cases)["compile"])
+    for line in reports(chip, "compile", cases):
+        assert line["shared_memory"] <= SHARED_MEMORY, line
+        assert line["stack"] <= STACK[chip] + line["split"] * SPLIT_STACK, line
 
 
-def test_cute_traced_rule():
+def rule_cases(chip: str) -> list[Case]:
+    """Return every window, group and head size, and a rule in splits."""
+    whole = [
+        Case(head_dim, window, group)
+        for head_dim in ((256, 512) if chip == "sm_90a" else (256,))
+        for window, group in (("none", 8), ("canvas", 2), ("query", 3), ("left", 1))
+    ]
+    return [*whole, Case(256, "canvas", split=True)]
+
+
+@pytest.mark.parametrize(
+    ("chip", "cases"),
+    [
+        # The rule with both anchors, one of them in splits.
+        ("sm_90a", [Case(256, "canvas", split=True), Case(512, "query", 3)]),
+        *(pytest.param(chip, rule_cases(chip), marks=pytest.mark.slow) for chip in CHIPS),
+    ],
+)
+def test_cute_traced_rule(chip, cases):
     """The tiles and masks that a chip's kernels trace amount to the reference mask, bit by bit."""
-    lines = reports("sm_90a", rule=FEW_RULES)["rule"]
-    assert len(lines) == len(FEW_RULES)
-    assert all(line["scores"] > 0 for line in lines)
+    assert all(line["scores"] > 0 for line in reports(chip, "rule", cases))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("chip", CHIPS)
-def test_cute_traced_rule_all(chip):
-    """The traced tiles and masks are right for every window, group and head size."""
-    lines = reports(chip, rule=rule_cases(chip))["rule"]
-    assert len(lines) == len(rule_cases(chip))
-    assert all(line["scores"] > 0 for line in lines)
-
-
-def main(chip: str, *tasks: str) -> None:
-    """Run the tasks for a chip: the name of each, and its cases in JSON."""
+def main(chip: str, task: str = "compile", given: str = "") -> None:
+    """Run a task for a chip with some cases in JSON, or with all."""
     os.environ["CUTE_DSL_ARCH"] = os.environ["FLASH_ATTENTION_ARCH"] = chip
     # The only way to get at what was compiled.
     os.environ["CUTE_DSL_KEEP"] = "cubin"
     capability = int(chip.removeprefix("sm_").removesuffix("0a"))
     if capability == 9:
         find_vllm_copy()
-    cases = [
-        (task, Case(**case))
-        for task, given in zip(tasks[::2], tasks[1::2], strict=True)
-        for case in json.loads(given)
-    ]
-    for task, case in cases or [("compile", case) for case in all_cases(chip)]:
-        start = time.monotonic()
-        if task == "rule":
-            report = compare_rule(capability, case, num_sequences=100 if case.split else 300)
-        else:
-            report = compile_case(capability, case)
-        seconds = round(time.monotonic() - start, 1)
-        line = {"chip": chip, "task": task, **report, "seconds": seconds}
-        print(json.dumps(line), flush=True)
+    for case in [Case(**case) for case in json.loads(given)] if given else all_cases(chip):
+        run = compare_rule if task == "rule" else compile_case
+        print(json.dumps({"chip": chip, **run(capability, case)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -80,12 +80,7 @@ def flash_attention_4(
         rule = Visibility(
             *(len(rows), seq_len, causal, window_left, window_right, kernel.canvas_anchor)
         )
-        seen = visibility_mask(
-            len(rows),
-            seq_len,
-            causal,
-            Window(*windows, anchor),
-        )
+        seen = visibility_mask(len(rows), seq_len, causal, Window(*windows, anchor))
         blocks = block_table[seq, : -(-seq_len // key_cache.shape[1])]
         keys, values = (
             cache[blocks].flatten(0, 1)[:seq_len].double() for cache in (key_cache, value_cache)

@@ -7,16 +7,9 @@ from torch import Tensor
 from attention_kernels.canvas_attention import Window
 from tests.support.oracles.kernel_checks import visibility_mask
 
-# The figures of "DiffusionGemma in vLLM": a row per query, a column per key. Written by hand.
-PREFILL_FULL = """
-    x.....
-    xx....
-    xxx...
-    xxxx..
-    xxxxx.
-    xxxxxx
-"""
-PREFILL_W2 = """
+# The figures of "DiffusionGemma in vLLM" with a window of 2: a row per query, a column per key.
+# Written by hand.
+PREFILL = """
     x.....
     xx....
     xxx...
@@ -24,66 +17,46 @@ PREFILL_W2 = """
     ..xxx.
     ...xxx
 """
-DENOISE_FULL = """
-    xxxxxxxxxx
-    xxxxxxxxxx
-    xxxxxxxxxx
-    xxxxxxxxxx
-"""
-DENOISE_W2 = """
+DENOISE = """
     ....xxxxx.
     .....xxxxx
     ......xxxx
     .......xxx
 """
-DENOISE_W2_CANVAS_ANCHOR = """
+DENOISE_CANVAS_ANCHOR = """
     ....xxxxxx
     ....xxxxxx
     ....xxxxxx
     ....xxxxxx
 """
-ENCODE_FULL = """
-    xxxxxxx...
-    xxxxxxxx..
-    xxxxxxxxx.
-    xxxxxxxxxx
-"""
-ENCODE_W2 = """
+ENCODE = """
     ....xxx...
     .....xxx..
     ......xxx.
     .......xxx
 """
-# Keys 1 to 4 are an image: its rows see all of it, also outside the window and ahead.
 
 
 def drawn(figure: str) -> Tensor:
     return torch.tensor([[mark == "x" for mark in row] for row in figure.split()])
 
 
+@pytest.mark.parametrize("anchor", ["query", "canvas"])
 @pytest.mark.parametrize(
-    ("figure", "query_len", "seq_len", "causal_rows", "window", "anchor"),
+    ("lengths", "figures"),
     [
-        pytest.param(PREFILL_FULL, 6, 6, 6, -1, "query", id="prefill-full"),
-        pytest.param(PREFILL_W2, 6, 6, 6, 2, "query", id="prefill-W2"),
-        pytest.param(DENOISE_FULL, 4, 10, 0, -1, "query", id="denoise-full"),
-        pytest.param(DENOISE_W2, 4, 10, 0, 2, "query", id="denoise-W2"),
-        pytest.param(ENCODE_FULL, 4, 10, 4, -1, "query", id="encode-full"),
-        pytest.param(ENCODE_W2, 4, 10, 4, 2, "query", id="encode-W2"),
-        pytest.param(PREFILL_W2, 6, 6, 6, 2, "canvas", id="prefill-W2-canvas-anchor"),
-        pytest.param(DENOISE_FULL, 4, 10, 0, -1, "canvas", id="denoise-full-canvas-anchor"),
-        pytest.param(
-            DENOISE_W2_CANVAS_ANCHOR, 4, 10, 0, 2, "canvas", id="denoise-W2-canvas-anchor"
-        ),
-        pytest.param(ENCODE_W2, 4, 10, 4, 2, "canvas", id="encode-W2-canvas-anchor"),
+        ((6, 6, 6), {"query": PREFILL, "canvas": PREFILL}),
+        ((4, 10, 0), {"query": DENOISE, "canvas": DENOISE_CANVAS_ANCHOR}),
+        ((4, 10, 4), {"query": ENCODE, "canvas": ENCODE}),
     ],
+    ids=["prefill", "denoise", "encode"],
 )
-def test_visibility_mask_figures(figure, query_len, seq_len, causal_rows, window, anchor):
-    """The masks are those of the post, key by key."""
-    mask = visibility_mask(
-        query_len,
-        seq_len,
-        causal_rows,
-        Window(window, window if anchor == "query" else -1, anchor),
-    )
-    assert torch.equal(mask, drawn(figure))
+def test_visibility_mask_figures(lengths, figures, anchor):
+    """The masks are those of the post, key by key; without a window they lose their left edge."""
+    query_len, seq_len, causal_rows = lengths
+    mask = visibility_mask(*lengths, Window(2, 2 if anchor == "query" else -1, anchor))
+    assert torch.equal(mask, drawn(figures[anchor]))
+    open_mask = visibility_mask(*lengths, Window(-1, -1, anchor))
+    last = seq_len - query_len + torch.arange(query_len) if causal_rows else seq_len - 1
+    assert torch.equal(open_mask.sum(1), torch.as_tensor(last + 1).expand(query_len))
+    assert torch.equal(open_mask, open_mask.cummin(1).values)

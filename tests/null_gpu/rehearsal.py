@@ -1,37 +1,35 @@
-"""Start everything that is served on the null GPU, and go on where an earlier run stopped.
+"""Start everything that is served on the null GPU, with pytest, which collects this file by name.
 
-    python -m tests.null_gpu.rehearsal             # runs what has not passed since the code changed
-    python -m tests.null_gpu.rehearsal --list      # prints it
-    python -m tests.null_gpu.rehearsal --only draft 26B  # those whose names hold one of these
-    python -m tests.null_gpu.rehearsal --record    # writes what was found to rehearsal.json
+    pytest tests/null_gpu/rehearsal.py                     # what has not passed with these sources
+    pytest tests/null_gpu/rehearsal.py --collect-only -q   # prints all cases
+    pytest tests/null_gpu/rehearsal.py -k "draft or 26B"   # those whose names hold one of these
+    UPDATE_BASELINES=1 pytest tests/null_gpu/rehearsal.py  # records what is found
 
 A case passes when its engine starts, its requests get through, and what it chose, took and asked of
-the driver is what ``rehearsal.json`` says; a case that differs is started once more. What differs
-then is printed, and accepted with ``--record``. Kernels compute nothing there: nothing of this says
-that an answer is right, or how long it takes.
+the driver is what ``rehearsal.json`` says; a case that differs is started once more. Kernels
+compute nothing there: nothing of this says that an answer is right, or how long it takes.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import hashlib
 import json
+import os
 import re
-import sys
-import tempfile
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.null_gpu.rehearsal_cases import Case, cases
-from tests.support.null_gpu.build import missing
 from tests.support.null_gpu.processes import ROOT, NullGpu, Outcome
 
-DATA = Path(__file__).with_name("rehearsal.json")
-STATE = Path(tempfile.gettempdir()) / "vllm-diffusion-rehearsal"
-SOURCES = ("vllm_diffusion", "attention_kernels", "tests/null_gpu", "tests/support/null_gpu")
 SECONDS = 900
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3 * SECONDS)]
+
+DATA = Path(__file__).with_name("rehearsal.json")
+SOURCES = ("vllm_diffusion", "attention_kernels", "tests/null_gpu", "tests/support/null_gpu")
 
 
 def sources_key() -> str:
@@ -42,37 +40,6 @@ def sources_key() -> str:
             if path.suffix in (".py", ".cpp", ".h", ".toml"):
                 digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def differences(known: Any, found: Any, where: str = "") -> list[str]:
-    """Return where two pieces of data differ, one line each."""
-    if isinstance(known, dict) and isinstance(found, dict):
-        return [
-            line
-            for key in sorted(known.keys() | found.keys())
-            for line in differences(known.get(key), found.get(key), f"{where}{key}: ")
-        ]
-    return [] if known == found else [f"{where}{known} -> {found}"]
-
-
-def run_case(gpu: NullGpu, case: Case) -> Outcome:
-    with tempfile.TemporaryDirectory() as folder:
-        return gpu.run(
-            case.run,
-            capability=case.capability,
-            gib=case.gib,
-            seconds=SECONDS,
-            variables=case.variables,
-            **case.arguments(Path(folder)),
-        )
 
 
 def kernels_in(log: str) -> list[str]:
@@ -101,77 +68,47 @@ def found_by(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--list", action="store_true", help="print what has not passed")
-    parser.add_argument(
-        "--only", nargs="+", default=[""], help="parts of the names of cases to run"
-    )
-    parser.add_argument("--record", action="store_true", help="keep what is found as the data")
-    parser.add_argument(
-        "--state", type=Path, default=STATE, help="folder of logs and of what passed"
-    )
-    arguments = parser.parse_args()
-    lacks = missing()
-    if lacks is not None:
-        print(lacks, file=sys.stderr)
-        return 2
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    arguments.state.mkdir(parents=True, exist_ok=True)
-    state_file = arguments.state / "passed.json"
-    key = sources_key()
-    passed = read_json(state_file)
-    chosen = [case for part in arguments.only for case in cases() if part in case.name]
-    # Each once, in the order in which they are requested.
-    chosen = list({case.name: case for case in chosen}.values())
-    waiting = [case for case in chosen if passed.get(case.name) != key]
-    print(f"{len(waiting)} of {len(chosen)} cases have not passed with these sources")
-    if arguments.list or not waiting:
-        print("\n".join(case.name for case in waiting))
-        return 0
-    failed = 0
-    capability = ""
-    with contextlib.ExitStack() as process:
-        for case in waiting:
-            if case.capability != capability:
-                # One at a time: each holds all that vLLM imports.
-                process.close()
-                capability = case.capability
-                folder = arguments.state / capability
-                folder.mkdir(exist_ok=True)
-                gpu = NullGpu(
-                    folder,
-                    imports="vllm",
-                    caches=arguments.state / "caches",
-                    capability=capability,
-                )
-                process.enter_context(gpu)
-            started = time.monotonic()
-            known = read_json(DATA).get(case.name)
-            outcome = run_case(gpu, case)
-            if found_by(outcome) != known:
-                # Compiling changes which memory graphs keep, so a start that finds all compiled
-                # counts.
-                outcome = run_case(gpu, case)
-            found = found_by(outcome)
-            refused = case.refusal is not None and case.refusal in found.get("error", "")
-            if arguments.record and (found["starts"] or refused):
-                known = found
-                write_json(DATA, read_json(DATA) | {case.name: found})
-            changed = differences(known, found)
-            fate = "changed" if changed else "starts" if found["starts"] else "is refused"
-            print(f"{case.name}: {fate} ({time.monotonic() - started:.0f} s)", flush=True)
-            for line in changed[:20]:
-                print(f"    {line}")
-            if not found["starts"] or changed:
-                print(f"    {found.get('error', '')}\n    log: {outcome.log}", flush=True)
-            if changed:
-                failed += 1
-            else:
-                passed[case.name] = key
-                write_json(state_file, passed)
-    return 1 if failed else 0
+@pytest.fixture(scope="module")
+def gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A process for the cases of one capability; one at a time holds all that vLLM imports."""
+    folder, caches = tmp_path_factory.mktemp("rehearsal"), request.config.cache.mkdir("null_gpu")
+    with pytest.MonkeyPatch.context() as patched:
+        # What vLLM says that it chose is recorded.
+        patched.setenv("VLLM_LOGGING_LEVEL", "INFO")
+        with NullGpu(folder, imports="vllm", caches=caches, capability=request.param) as running:
+            yield running
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@pytest.mark.parametrize(
+    ("gpu", "case"),
+    [pytest.param(case.capability, case, id=case.name) for case in cases()],
+    indirect=["gpu"],
+)
+def test_start(
+    gpu: NullGpu, case: Case, request: pytest.FixtureRequest, tmp_path_factory: Any
+) -> None:
+    """A start chooses, takes and asks of the driver what is recorded."""
+    key, passed = sources_key(), request.config.cache.get("null_gpu/passed", {})
+    if passed.get(case.name) == key:
+        pytest.skip("has passed with these sources")
+    recorded = json.loads(DATA.read_text(encoding="utf-8"))
+    # Compiling changes which memory graphs keep, so a start that finds all compiled counts.
+    for _ in range(2):
+        outcome = gpu.run(
+            case.run,
+            capability=case.capability,
+            gib=case.gib,
+            seconds=SECONDS,
+            variables=case.variables,
+            **case.arguments(tmp_path_factory.mktemp("model")),
+        )
+        found = found_by(outcome)
+        if found == recorded.get(case.name):
+            break
+    is_refused = case.refusal is not None and case.refusal in found.get("error", "")
+    if os.environ.get("UPDATE_BASELINES") == "1" and (found["starts"] or is_refused):
+        recorded[case.name] = found
+        text = json.dumps(recorded, indent=1, sort_keys=True)
+        DATA.write_text(text + "\n", encoding="utf-8")
+    assert found == recorded.get(case.name), outcome.log
+    request.config.cache.set("null_gpu/passed", passed | {case.name: key})

@@ -6,6 +6,8 @@ GPU.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.null_gpu import pass_kernels
@@ -51,6 +53,16 @@ def test_the_cpu_platform_is_refused(null_gpu):
         )
 
 
+def served(
+    null_gpu, model, options, kinds=("plain",), graphs="FULL_AND_PIECEWISE", **more
+) -> dict[str, Any]:
+    """Return the result of ``serve`` with these graphs."""
+    outcome = null_gpu.run(SERVE, model=str(model), options=options, kinds=kinds, **more)
+    found = outcome.checked()
+    assert found["chosen"]["graphs"] == graphs
+    return found
+
+
 def assert_every_row(found, given):
     """Check that every scheduled number of rows was run, also with a graph between two sizes.
 
@@ -74,23 +86,19 @@ def assert_every_row(found, given):
 def test_a_family_starts_captured(null_gpu, tmp_path, family):
     """With a server's defaults, a family is captured and runs prompts of every number of rows."""
     folder, options = checkpoint_of(family, tmp_path)
-    options |= TINY
-    outcome = null_gpu.run(
-        SERVE,
-        model=str(folder),
-        options=options,
-        kinds=["plain"],
+    found = served(
+        null_gpu,
+        folder,
+        options | TINY,
+        # Attention of whole sequences reads how long these are.
+        graphs="PIECEWISE" if family in WHOLE_SEQUENCES else "FULL_AND_PIECEWISE",
         steady=["plain"] if family in STEADY else [],
         every_row=family in LAYOUTS,
     )
-    found = outcome.checked()
     if family in STEADY:
         baselines.check(f"a steady pass on the null GPU, {family}", found["steady"])
     if family in LAYOUTS:
         assert_every_row(found["every_row"], LAYOUTS[family])
-    # Attention of whole sequences reads how long these are.
-    graphs = "PIECEWISE" if family in WHOLE_SEQUENCES else "FULL_AND_PIECEWISE"
-    assert found["chosen"]["graphs"] == graphs
     assert found["chosen"]["attention"] == ["CanvasAttentionImpl"]
     assert found["chosen"]["checked_kinds"] == found["chosen"]["kinds"]
 
@@ -104,15 +112,8 @@ def test_a_steady_pass_after_a_picture(null_gpu, tmp_path):
     folder, options = checkpoint_of("mineru", tmp_path)
     # FlashAttention-4 asks for what the null GPU has not.
     options |= {"limit_mm_per_prompt": {"image": 1}, "mm_encoder_attn_backend": "TRITON_ATTN"}
-    outcome = null_gpu.run(
-        SERVE,
-        model=str(folder),
-        options=options | TINY,
-        kinds=[PICTURED],
-        steady=["plain", PICTURED],
-    )
-    found = outcome.checked()
-    assert found["chosen"]["graphs"] == "FULL_AND_PIECEWISE"
+    steady = ["plain", PICTURED]
+    found = served(null_gpu, folder, options | TINY, [PICTURED], steady=steady)
     assert found["steady"][PICTURED] == found["steady"]["plain"]
     baselines.check("a steady pass on the null GPU, mineru after a picture", found["steady"])
 
@@ -120,19 +121,12 @@ def test_a_steady_pass_after_a_picture(null_gpu, tmp_path):
 @pytest.mark.timeout(600)
 def test_the_shipped_checkpoint_compiled(null_gpu):
     """The shipped checkpoint runs every kind of request compiled and captured, as by default."""
-    outcome = null_gpu.run(
-        SERVE,
-        model=str(SHIPPED),
-        # A prompt alone fills the largest pass that is tried.
-        options={"max_model_len": 1024},
-        kinds=list(KINDS),
-        steady=COUNTED,
-        every_row=True,
-        seconds=500,
+    # A prompt alone fills the largest pass that is tried.
+    options = {"max_model_len": 1024}
+    found = served(
+        null_gpu, SHIPPED, options, list(KINDS), steady=COUNTED, every_row=True, seconds=500
     )
-    found = outcome.checked()
     assert_every_row(found["every_row"], 1)
-    assert found["chosen"]["graphs"] == "FULL_AND_PIECEWISE"
     # What they show is nothing, where no kernel runs; that they arrive is what is watched.
     assert found["requests"]["watched"]["views"] > 0
     baselines.check("a steady pass on the null GPU, shipped checkpoint", found["steady"])
@@ -148,17 +142,15 @@ def test_the_other_ways(null_gpu):
     counts = {}
     for rule, options in (("autoregressive", stock), ("linear_spec", {})):
         options |= TINY | {"additional_config": {"diffusion": {"rule": rule}}}
-        outcome = null_gpu.run(
-            SERVE,
-            model=str(SHIPPED),
-            options=options,
-            kinds=["plain"],
+        every_row = rule == "linear_spec"
+        found = served(
+            null_gpu,
+            SHIPPED,
+            options,
             steady=["plain"],
-            every_row=rule == "linear_spec",
+            every_row=every_row,
             variables=variables,
         )
-        found = outcome.checked()
-        assert found["chosen"]["graphs"] == "FULL_AND_PIECEWISE"
         counts[rule] = found["steady"]["plain"]
     assert_every_row(found["every_row"], 1)
     assert found["chosen"]["attention"] == ["CanvasAttentionImpl"]
@@ -178,16 +170,9 @@ def test_a_way_for_each_request(null_gpu):
         ({}, ["plain"]),
         ({"rules": ways}, ["plain", "drafted", "causal", "mixed"]),
     ):
-        outcome = null_gpu.run(
-            SERVE,
-            model=str(SHIPPED),
-            options=TINY | {"additional_config": {"diffusion": settings}},
-            kinds=["plain", *WAYS] if settings else ["plain"],
-            steady=steady,
-            seconds=600,
-        )
-        found = outcome.checked()
-        assert found["chosen"]["graphs"] == "FULL_AND_PIECEWISE"
+        options = TINY | {"additional_config": {"diffusion": settings}}
+        kinds = ["plain", *WAYS] if settings else ["plain"]
+        found = served(null_gpu, SHIPPED, options, kinds, steady=steady, seconds=600)
         named = "" if settings else "the only way: "
         counts |= {named + kind: found["steady"][kind] for kind in steady}
     baselines.check("a steady pass on the null GPU, a way for each request", counts)
@@ -206,9 +191,8 @@ def test_a_steady_pass_of_the_published_shape(null_gpu, tmp_path):
         "compilation_config": {"backend": "eager"},
     }
     steady = (*COUNTED, "read", "held read")
-    found = null_gpu.run(SERVE, model=str(model), options=options, kinds=["plain"], steady=steady)
-    counts = found.checked()["steady"]
-    baselines.check("a steady pass on the null GPU, six layers of the 26B shape", counts)
+    found = served(null_gpu, model, options, steady=steady)
+    baselines.check("a steady pass on the null GPU, six layers of the 26B shape", found["steady"])
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.support.engines.server import start_server, stop_server
+from tests.support.engines.server import start_server
 from tests.support.models.checkpoints import SHIPPED
 from tests.support.null_gpu.processes import ROOT, environment
 
@@ -22,8 +22,7 @@ def test_a_server_answers(tmp_path):
     variables["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
     # What a pass emits would else be what memory happens to hold that no kernel has written.
     decided = ("--worker-extension-cls", "tests.null_gpu.decided_outcomes.DecidedOutcomes")
-    server = start_server(SHIPPED, tmp_path / "log", *decided, **variables)
-    try:
+    with start_server(SHIPPED, tmp_path / "log", *decided, **variables) as server:
         body = {"prompt": "a " * 200, "max_tokens": 8, "vllm_xargs": {"diffusion_max_steps": 1}}
         answer = server.post("/v1/completions", body)
         assert answer.status_code == 200, answer.text
@@ -33,5 +32,3 @@ def test_a_server_answers(tmp_path):
         assert "EngineCore" in log, "the engine has a process of its own"
         (line,) = (each for each in log.splitlines() if "vllm-diffusion doctor --gpu" in each)
         assert "No check has found this GPU right" in line
-    finally:
-        stop_server(server)

@@ -42,7 +42,6 @@ SETTINGS = (
 @pytest.mark.parametrize(
     ("method", "kind", "drafting", "options"),
     [
-        *((None, kind, None, order) for kind in TARGETS for order in ORDERS),
         *(
             ("dflash", kind, None, order | {"num_gpu_blocks_override": NUM_BLOCKS[kind]})
             for kind in TARGETS
@@ -59,7 +58,7 @@ SETTINGS = (
     ],
 )
 def test_tokens(
-    method: str | None,
+    method: str,
     kind: str,
     drafting: dict[str, Any] | None,
     options: dict[str, Any],
@@ -69,7 +68,7 @@ def test_tokens(
     """With every drafting method the answers are the target's own for eight requests at once, in
     chunks, with preemptions, and again from the prefix cache.
     """
-    spec = method and draft_spec(tmp_path, method, kind)
+    spec = draft_spec(tmp_path, method, kind)
     with serving(tmp_path, spec, drafting, kind, **options) as engine:
         if "async_scheduling" in options:
             scheduler = engine.scheduler.vllm_config.scheduler_config
@@ -79,9 +78,6 @@ def test_tokens(
             assert_greedy(engine, models[kind])
         if "num_gpu_blocks_override" in options:
             assert engine.preempted
-        if method is None:
-            assert engine.runner.speculator is None
-            return
         drafted, accepted = (
             metric(engine, name) for name in ("num_draft_tokens", "num_accepted_tokens")
         )

@@ -113,19 +113,13 @@ def test_accepted(tmp_path: Path) -> None:
             tensors |= {name: (tensor / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     spec = {"method": "dflash", "model": str(folder), "num_speculative_tokens": 7}
-    engine = TracedEngine(
+    with TracedEngine(
         FOLDERS["qwen3"],
         max_model_len=256,
         max_num_seqs=4,
         disable_log_stats=False,
         speculative_config=spec,
-    )
-    try:
+    ) as engine:
         engine.llm.chat([{"role": "user", "content": "What is 7+8?"}], use_tqdm=False)
-        drafted, accepted = (
-            metric(engine, "num_draft_tokens"),
-            metric(engine, "num_accepted_tokens"),
-        )
-    finally:
-        engine.close()
-    assert accepted > 0.2 * drafted
+        drafted = metric(engine, "num_draft_tokens")
+        assert metric(engine, "num_accepted_tokens") > 0.2 * drafted

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,6 @@ from tests.support.engines.engine import TracedEngine
 from tests.support.models import drafts
 
 pytestmark = pytest.mark.engine
-
-
-def start(
-    folder: Path, draft: Path, drafting: Any = None, **options: Any
-) -> AbstractContextManager[TracedEngine]:
-    spec = {"method": "dflash", "model": str(draft), "num_speculative_tokens": NUM_DRAFTS}
-    options["weight_transfer_config"] = {"backend": "safetensors"}
-    return serving(folder, spec, drafting, **options)
 
 
 def update(engine: TracedEngine, **update_info: str) -> None:
@@ -73,11 +64,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[TracedEngine]:
-    with start(folder, folder / "1") as served:
+def engine(folder: Path, request: pytest.FixtureRequest) -> Iterator[TracedEngine]:
+    """A draft of vLLM's class, or of this package's with the settings of a test."""
+    spec = {"method": "dflash", "model": str(folder / "1"), "num_speculative_tokens": NUM_DRAFTS}
+    drafting = getattr(request, "param", None)
+    swaps = {"weight_transfer_config": {"backend": "safetensors"}}
+    with serving(folder, spec, drafting, **swaps) as served:
         yield served
 
 
+@pytest.mark.parametrize(
+    "engine",
+    [None, pytest.param({"steps": 3}, marks=pytest.mark.slow)],
+    indirect=True,
+    ids=["one pass", "three passes"],
+)
 def test_swaps(engine: TracedEngine, folder: Path, models: Any) -> None:
     """After each swap of two drafts, there and back, the counters are those of the draft that is
     loaded, its tensors keep their addresses, and greedy answers stay the target's.
@@ -201,38 +202,3 @@ def test_failed_load(engine: TracedEngine, folder: Path, monkeypatch: pytest.Mon
     assert counted(engine) == first
     update(engine, path=str(folder / "2"))
     assert counted(engine) != first
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("architecture", ["DFlashDraftModel", "DFlashMaskedDraftModel"])
-@pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
-def test_in_flight(is_async: bool, architecture: str, models: Any, tmp_path: Path) -> None:
-    """Three swaps in the middle of eight answers leave the target's tokens, and afterwards the
-    counters are those of an engine that started with the new draft.
-    """
-    from vllm import SamplingParams
-
-    settings = {"steps": 3} if architecture == "DFlashMaskedDraftModel" else None
-    for seed in (1, 2):
-        drafts.save_draft(tmp_path / str(seed), seed=seed, architectures=[architecture])
-    expected = [drafts.greedy_tokens(models["qwen3"], prompt, 40) for prompt in PROMPTS]
-    with start(tmp_path, tmp_path / "1", settings, async_scheduling=is_async) as engine:
-        params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, detokenize=False)
-        llm = engine.llm.llm_engine
-        for number, prompt in enumerate(PROMPTS):
-            llm.add_request(str(number), {"prompt_token_ids": prompt}, params)
-        said: dict[str, list[int]] = {}
-        for step in range(1000):
-            if not llm.has_unfinished_requests():
-                break
-            if step in (4, 9, 14):
-                assert llm.has_unfinished_requests()
-                update(engine, path=str(tmp_path / ("1" if step == 9 else "2")))
-            for output in llm.step():
-                said[output.request_id] = list(output.outputs[0].token_ids)
-        assert [said[str(number)] for number in range(len(PROMPTS))] == expected
-        assert engine.preempted
-        swapped = counted(engine)
-    with start(tmp_path, tmp_path / "2", settings, async_scheduling=is_async) as engine:
-        assert counted(engine) == swapped

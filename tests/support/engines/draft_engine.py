@@ -72,15 +72,12 @@ def serving(
     """Start an engine with a random target, a draft and settings of drafts."""
     if drafting is not None:
         options["additional_config"] = {"drafting": drafting}
-    engine = TracedEngine(
+    with TracedEngine(
         saved_target(folder, kind),
         **(OPTIONS | {"disable_log_stats": False} | options),
         speculative_config=spec,
-    )
-    try:
+    ) as engine:
         yield engine
-    finally:
-        engine.close()
 
 
 def assert_greedy(engine: TracedEngine, model: Any, prompts: list[Any] | None = None) -> None:

@@ -160,6 +160,7 @@ class TracedEngine:
         has_canvases = spec_of(self.llm.llm_engine.vllm_config.model_config) is not None
         if has_canvases:
             found["constraints"] = len(scheduler.constraints)
+            found["idle passes"] = len(scheduler.stuck._idle_passes)
             found["held log-probabilities"] = len(scheduler.prompt_logprobs)
         if runner:
             found["runner rows"] = len(runner.req_states.req_id_to_index)
@@ -193,8 +194,5 @@ class TracedEngine:
 def run_here(job: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """Run the ``batches`` of :func:`tests.support.engines.generate.run_engine` in this process."""
     options = dict(job["engine"])
-    engine = TracedEngine(options.pop("model"), **options)
-    try:
+    with TracedEngine(options.pop("model"), **options) as engine:
         return run_batches(engine.llm, job)
-    finally:
-        engine.close()

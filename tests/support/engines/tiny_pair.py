@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import torch
 
-from tests.support.engines.server import MODEL, Server, start_server, stop_server
+from tests.support.engines.server import MODEL, Server, start_server
 from vllm_diffusion.checkpoints import shipped_checkpoint, shipped_draft
 from vllm_diffusion.drafting.reference import ReferenceDraft, load_draft, save_draft
 
@@ -67,11 +67,8 @@ def serving(
     options = ("--speculative-config", json.dumps(spec), *options)
     if drafting:
         options += ("--additional-config", json.dumps({"drafting": drafting}))
-    server = start_server(shipped_checkpoint("qwen3"), folder / "log", *options, **variables)
-    try:
+    with start_server(shipped_checkpoint("qwen3"), folder / "log", *options, **variables) as server:
         yield server
-    finally:
-        stop_server(server)
 
 
 def greedy_answers() -> dict[str, list[int]]:

@@ -93,23 +93,21 @@ def configured(attention="auto", may_hold_images=False):
     return config
 
 
-def graph_support(may_hold_images, attention="auto"):
+@pytest.mark.parametrize(
+    ("attention", "may_hold_images", "support"),
+    [
+        *((name, False, AttentionCGSupport.ALWAYS) for name in ("auto", "triton", "cute")),
+        # Only batches without prompts.
+        ("auto", True, AttentionCGSupport.UNIFORM_BATCH),
+        *(("reference", has_images, AttentionCGSupport.NEVER) for has_images in (False, True)),
+    ],
+)
+def test_passes_that_are_captured(attention, may_hold_images, support):
+    """Batches with prompts are captured only if the model has no images, and the reference, which
+    reads the batch on the host, never is.
+    """
     config = configured(attention, may_hold_images)
-    return CanvasAttentionMetadataBuilder.get_cudagraph_support(config, None)
-
-
-def test_batches_that_may_hold_images_are_captured_only_without_prompts():
-    """Batches with prompts are captured only if the model has no images."""
-    assert graph_support(False) == AttentionCGSupport.ALWAYS
-    assert graph_support(True) == AttentionCGSupport.UNIFORM_BATCH
-
-
-@pytest.mark.parametrize("may_hold_images", [False, True])
-def test_no_graph_holds_the_reference(may_hold_images):
-    """The reference reads the batch on the host, so a pass that uses it is never captured."""
-    assert graph_support(may_hold_images, "reference") == AttentionCGSupport.NEVER
-    assert graph_support(False, "triton") == AttentionCGSupport.ALWAYS
-    assert graph_support(False, "cute") == AttentionCGSupport.ALWAYS
+    assert CanvasAttentionMetadataBuilder.get_cudagraph_support(config, None) == support
 
 
 def make_impl(
@@ -248,7 +246,7 @@ def test_what_contradicts_itself_or_cannot_serve_a_canvas_is_refused():
 
 
 @pytest.fixture
-def capability(request, monkeypatch):
+def capability(request, on_a_gpu, monkeypatch):
     """Return the compute capability of the simulated GPU."""
     from vllm.platforms import current_platform
 
@@ -262,14 +260,13 @@ def capability(request, monkeypatch):
     [((8, 6), "fp8", True), ((8, 9), "fp8", False), ((8, 6), "auto", False)],
     indirect=["capability"],
 )
-@pytest.mark.usefixtures("capability", "on_a_gpu")
+@pytest.mark.usefixtures("capability")
 def test_a_gpu_without_fp8_in_triton(kv_cache_dtype, is_compiled):
     """An FP8 cache is refused on a GPU where vLLM's Triton kernel would fail after loading."""
     writer = reshape_and_cache_flash if is_compiled else triton_reshape_and_cache_flash
     assert make_impl(kv_cache_dtype).write_cache is writer
 
 
-@pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize("capability", [(8, 0), (12, 0)], indirect=True)
 def test_flash_attention_4_is_refused_where_it_has_no_kernel(capability):
     """FlashAttention 4 is refused on a GPU that it has no kernel for."""
@@ -277,7 +274,6 @@ def test_flash_attention_4_is_refused_where_it_has_no_kernel(capability):
         choose(attention="cute")
 
 
-@pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0)], indirect=True)
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("has_images", [False, True])
@@ -305,7 +301,6 @@ def test_layers_that_flash_attention_4_cannot_run_are_triton_s(
     assert sorted(message.partition(":")[0] for message in messages) == sorted(wanted)
 
 
-@pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize("capability", [(9, 0)], indirect=True)
 def test_a_pass_with_an_image_runs_triton_where_others_run_flash_attention_4(capability):
     """A pass with an image runs Triton, and one without runs FlashAttention 4."""
@@ -320,7 +315,6 @@ def test_a_pass_with_an_image_runs_triton_where_others_run_flash_attention_4(cap
         assert plan.call_args.kwargs["impl"] == runs
 
 
-@pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize("capability", [(9, 0)], indirect=True)
 def test_a_start_compiles_flash_attention_4_and_triton_for_images(capability):
     """A start compiles FlashAttention 4 for text and Triton for images."""

@@ -97,15 +97,15 @@ REFUSED_OF_STOCK: list[tuple[dict[str, Any], str, str]] = [
     ({"vocab_size": 99}, "vocab_size=99 is not the target's 320", "answers: as a draft for the tokens of another model"),
     ({"hidden_size": 32}, "hidden_size=32 is not the target's 128", "load"),
     ({"target_hidden_size": 32}, "target_hidden_size=32 is not the target's 128", "load"),
-    (dflash(target_layer_ids=[0, 1, 4]), r"target_layer_ids=\[0, 1, 4\] must .* 0 to 3", "request"),
     (dflash(mask_token_id=320), "mask_token_id=320 must be a token .* 0 to 319", "request"),
+    (dflash(mask_token_id=None), "dflash_config.mask_token_id=None must be a token", "load"),
+    (dflash(target_layer_ids=[]), r"target_layer_ids=\[\] must list", "request"),
+    (dflash(target_layer_ids=[0, 1, 4]), r"target_layer_ids=\[0, 1, 4\] must .* 0 to 3", "request"),
     ({"dflash_config": None}, "dflash_config.target_layer_ids=None must list .* 0 to 3", "load"),
     ({"dflash_config": {"mask_token_id": MASK}}, "target_layer_ids=None must list", "request"),
-    (dflash(target_layer_ids=[]), r"target_layer_ids=\[\] must list", "request"),
     (dflash(target_layer_ids="0"), "target_layer_ids='0' must list", "load"),
     ({"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}, r"eagle_aux_hidden_state_layer_ids=\[1, 2, 5\] must .* 0 to 4", "request"),
     ({"dflash_config": {"layer_ids": [1, 2, 9]}, "mask_token_id": MASK}, r"dflash_config.layer_ids=\[1, 2, 9\] must", "request"),
-    (dflash(mask_token_id=None), "dflash_config.mask_token_id=None must be a token", "load"),
     ({"dflash_config": {"target_layer_ids": [0, 1, 2]}, "pard_token": 999}, "pard_token=999 must be a token", "request"),
     (dflash(use_aux_hidden_state=False), "use_aux_hidden_state=false, but", "request"),
     ({"dflash_config": [1]}, r"dflash_config=\[1\] must be an object", "load"),
@@ -129,17 +129,13 @@ REFUSED_OF_STOCK: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocab_size": 99}, "vocab_size=99 is not the target's 320"),
+        # Of either class.
+        *((changes, message) for changes, message, _ in REFUSED_OF_STOCK[:6]),
         ({"draft_vocab_size": 99}, "draft_vocab_size=99 is not the target's 320"),
-        ({"hidden_size": 32}, "hidden_size=32 is not the target's 128"),
-        ({"target_hidden_size": 32}, "target_hidden_size=32 is not the target's 128"),
         ({"num_target_layers": 5}, "num_target_layers=5, but the target has 4 layers"),
         (dflash(target_layer_ids=[0, 3]), r"target_layer_ids=\[0, 3\] must .* 0 to 2"),
-        (dflash(target_layer_ids=[]), r"target_layer_ids=\[\] must list"),
         (dflash(target_layer_ids=[True]), r"target_layer_ids=\[True\] must list"),
         ({"dflash_config": None}, "target_layer_ids=None must list"),
-        (dflash(mask_token_id=320), "mask_token_id=320 must be a token .* 0 to 319"),
-        (dflash(mask_token_id=None), "mask_token_id=None must be a token"),
         (
             {"drafting": {"steps": 8}},
             r"^--additional-config .*drafting.*steps=8 .*set steps to 1\.\.7",
@@ -238,29 +234,29 @@ def test_more_drafts_than_it_was_trained_for(
     )
 
 
-@pytest.mark.parametrize("name", ["Qwen3DFlashDraftModel", "DFlashQwen3DFlashDraftModel"])
+@pytest.mark.parametrize(
+    ("name", "drafting", "architecture"),
+    [
+        ("Qwen3DFlashDraftModel", None, STOCK_ARCHITECTURE),
+        ("DFlashQwen3DFlashDraftModel", None, STOCK_ARCHITECTURE),
+        ("DFlashQwen3DFlash2DraftModel", None, "DFlash2DraftModel"),
+        # With a setting it is ours.
+        ("Qwen3DFlashDraftModel", {"steps": 2}, ARCHITECTURE),
+        ("DFlashQwen3DFlashDraftModel", {"steps": 2}, ARCHITECTURE),
+    ],
+)
 @pytest.mark.parametrize("causal", [None, True])
-def test_drafts_of_nemo(name: str, causal: bool | None) -> None:
-    """A draft under NeMo's name of the architecture is served as vLLM's, and a causal one
-    (JetSpec's) is causal.
+def test_drafts_of_nemo(name: str, drafting: Any, architecture: str, causal: bool | None) -> None:
+    """A draft under NeMo's names is served as vLLM's or ours, and a causal one (JetSpec's) is
+    causal.
     """
     fields = {} if causal is None else {"causal": causal}
-    served = configured(architectures=[name], is_causal=False, **dflash(**fields))
+    served = configured(drafting, architectures=[name], is_causal=False, **dflash(**fields))
     check_draft(served)
     draft = served.speculative_config.draft_model_config
-    assert draft.architectures == draft.hf_config.architectures == [STOCK_ARCHITECTURE]
-    assert draft.hf_config.is_causal is bool(causal)
-    # With a setting it is ours.
-    served = configured({"steps": 2}, architectures=[name])
-    check_draft(served)
-    assert served.speculative_config.draft_model_config.architectures == [ARCHITECTURE]
-
-
-def test_second_drafts_of_nemo() -> None:
-    """A DFlash 2 draft of NeMo gets vLLM's architecture of DFlash 2."""
-    served = configured(architectures=["DFlashQwen3DFlash2DraftModel"])
-    check_draft(served)
-    assert served.speculative_config.draft_model_config.architectures == ["DFlash2DraftModel"]
+    assert draft.architectures == draft.hf_config.architectures == [architecture]
+    if architecture == STOCK_ARCHITECTURE:
+        assert draft.hf_config.is_causal is bool(causal)
 
 
 def test_settings_without_a_draft_are_refused() -> None:
