@@ -45,7 +45,8 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "logprob_token_ids": {"logprob_token_ids": [40, 41]},
     "prompt_logprobs": {"prompt_logprobs": 3},
     "prompt_logprobs of all": {"prompt_logprobs": -1},
-    "n": {"n": 3, "top_k": 9},
+    # Without the token that this prompt makes all but certain.
+    "n": {"n": 3, "temperature": 1.7, "logit_bias": {1: -100.0}},
     "the same again": {"temperature": 1.7},
 }
 # Each leaves the likeliest token alone.
