@@ -349,34 +349,6 @@ def test_prefix_cache(engine: TracedEngine, model: Nemotron) -> None:
         assert list(output.outputs[0].token_ids) == expected(model, one, wanted)
 
 
-@drafts
-@pytest.mark.parametrize(
-    ("field", "changes"),
-    [
-        ("presence_penalty", {"presence_penalty": 0.5}),
-        ("frequency_penalty", {"frequency_penalty": 0.5}),
-        ("repetition_penalty", {"repetition_penalty": 1.1}),
-        ("bad_words", {"bad_words": ["a"]}),
-        ("structured_outputs", {"structured_outputs": "[a-f]{3}"}),
-        ("diffusion_max_steps", {"extra_args": {"diffusion_max_steps": 2}}),
-        ("diffusion_seed_canvas", {"extra_args": {"diffusion_seed_canvas": [5] * BLOCK}}),
-        ("diffusion_read_only", {"extra_args": {"diffusion_read_only": True}}),
-        ("diffusion_reveal_threshold", {"extra_args": {"diffusion_reveal_threshold": 0.5}}),
-    ],
-)
-def test_refused_fields(engine: TracedEngine, field: str, changes: dict[str, Any]) -> None:
-    """An unsupported field is refused by name, with the rule that supports it if there is one."""
-    from vllm.exceptions import VLLMValidationError
-    from vllm.sampling_params import StructuredOutputsParams
-
-    if regex := changes.get("structured_outputs"):
-        changes = {"structured_outputs": StructuredOutputsParams(regex=regex), "ignore_eos": False}
-    with pytest.raises(VLLMValidationError, match=field) as raised:
-        generate(engine, [prompt_of(5)], [params(**changes)])
-    assert raised.value.parameter == field
-    assert field.startswith("diffusion") or 'rule "autoregressive"' in str(raised.value)
-
-
 @causal
 def test_what_canvases_do_not_have(engine: TracedEngine, model: Nemotron) -> None:
     """Penalties, prompt log-probabilities and grammars work as in vLLM."""
