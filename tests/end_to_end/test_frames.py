@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from tests.support.engines.server import MODEL, Server
@@ -90,62 +89,6 @@ def test_clients_see_the_same(kind: str, server: Server) -> None:
         assert all("token_ids" not in f and "entropy" not in f for f in frames)
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_a_body_of_inceptions_clients(stream: bool, server: Server) -> None:
-    """ "instant" effort turns thinking off, and ``diffusing`` adds frames to the stream."""
-    create: Any = server.client().chat.completions.create
-
-    def said(effort: str, **more: Any) -> tuple[str, int, list[dict[str, Any]]]:
-        body = {"reasoning_effort": effort, **more}
-        request = {"model": MODEL, "messages": MESSAGES, "max_tokens": 70, "seed": 5}
-        if not stream:
-            answer = create(**request, extra_body=body)
-            return answer.choices[0].message.content, answer.usage.prompt_tokens, []
-        options = {"stream": True, "stream_options": {"include_usage": True}}
-        with create(**request, **options, extra_body=body) as chunks:
-            shown = Stream(chunks)
-        return shown.text[0], shown.usage.prompt_tokens, shown.frames
-
-    instant, num_prompt, frames = said("instant", **({"diffusing": True} if stream else {}))
-    assert (instant, num_prompt) == said("none")[:2]
-    assert num_prompt < said("low")[1]
-    assert bool(frames) == stream
-    for frame in frames:
-        assert frame["offset"] <= len(instant)
-    if stream:
-        assert instant[: frames[-1]["offset"]] + frames[-1]["text"] == instant
-    with pytest.raises(openai.BadRequestError, match="reasoning_effort"):
-        said("at once")
-
-
-def test_interval_fields_and_step_map(server: Server) -> None:
-    """``vllm_xargs`` set frames, and a stream has the whole answer's step map."""
-    xargs = {
-        "diffusion_frames": 2,
-        "diffusion_frame_fields": ["token_ids", "kept", "entropy"],
-        "diffusion_step_map": 1,
-    }
-    stream = ask(server, "chat", n=1, extra_body={"vllm_xargs": xargs})
-    for frame in stream.frames:
-        assert frame["step"] % 2 == 0 or frame["is_last"]
-        lengths = {len(frame[name]) for name in ("token_ids", "kept", "entropy")}
-        assert lengths == {server.canvas_length}
-    steps = [step for part in stream.step_maps for step in part["steps"]]
-    whole = server.client().chat.completions.create(
-        model=MODEL,
-        messages=MESSAGES,  # type: ignore[arg-type]
-        max_tokens=70,
-        seed=5,
-        extra_body={"vllm_xargs": {"diffusion_step_map": 1, "diffusion_trace": 1}},
-    )
-    assert whole.choices[0].model_extra["diffusion_step_map"] == steps
-    trace = whole.choices[0].model_extra["diffusion_trace"]
-    frames = [f for f in stream.frames if f["is_last"]]
-    assert [rows[-1] for rows in trace] == [f["token_ids"] for f in frames]
-    assert [len(rows) - 1 for rows in trace] == [f["step"] for f in frames]
-    assert len(steps) == whole.usage.completion_tokens
-
-
 @pytest.mark.parametrize(
     ("path", "fields", "name"),
     [
@@ -171,11 +114,6 @@ def test_interval_fields_and_step_map(server: Server) -> None:
                 ("chat/completions/batch", {"messages": [MESSAGES]}),
                 ("messages", {"stream": True}),
             )
-        ),
-        (
-            "chat/completions",
-            {"stream": True, "vllm_xargs": {"diffusion_frames": 0}},
-            "diffusion_frames",
         ),
         (
             "completions",

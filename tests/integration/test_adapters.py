@@ -193,18 +193,6 @@ def test_alone_and_in_company(served):
 
 
 @pytest.mark.slow
-def test_more_adapters_than_places(served):
-    """Of four adapters in three places, one that was evicted returns unchanged."""
-    prompt = prompt_of(50, seed=12)
-    wanted = [(name, prompt, {"seed": 5}) for name in (*ADAPTERS, *ADAPTERS)]
-    found = [served.tokens([one])[0] for one in wanted]
-    assert found[: len(ADAPTERS)] == found[len(ADAPTERS) :]
-    assert len(set(map(tuple, found))) >= 3
-    # All at once: the fourth waits until one has its answer.
-    assert served.tokens(wanted) == found
-
-
-@pytest.mark.slow
 def test_loaded_again_under_its_name(served):
     """An adapter that is loaded again acts on requests of both its first and second load."""
     wanted = [("everything", prompt_of(50, seed=12), {"seed": seed}) for seed in (5, 6)]

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,37 +54,6 @@ def test_newer_version(fp8: Path, tmp_path: Path) -> None:
     configure(requantized(fp8, tmp_path / "new", lambda old: old.update(version="0.18.0")))
 
 
-def test_strategy_that_is_not_known(fp8: Path, tmp_path: Path) -> None:
-    """An unknown strategy of quantization is refused by name."""
-
-    def change(settings: dict[str, Any]) -> None:
-        settings["config_groups"]["group_0"]["weights"]["strategy"] = "row"
-
-    with pytest.raises(
-        ValueError, match=r'weights.strategy=.row. in quantization_config.*"channel"'
-    ):
-        configure(requantized(fp8, tmp_path / "row", change))
-
-
-def test_files_beside_an_index(tmp_path: Path, expected: list[list[int]]) -> None:
-    """The files of the index are loaded, and a consolidated file with other names is not."""
-    folder = copy_checkpoint(tmp_path)
-    tensors = load_file(folder / "model.safetensors")
-    names = sorted(tensors)
-    weight_map = {}
-    for i in range(2):
-        shard = f"model-0000{i + 1}-of-00002.safetensors"
-        save_file({name: tensors[name] for name in names[i::2]}, folder / shard)
-        weight_map |= dict.fromkeys(names[i::2], shard)
-    index = {"metadata": {}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "model.safetensors").unlink()
-    other = {f"layers.{i}.attention.wq.weight": torch.zeros(4, 4) for i in range(2)}
-    save_file(other, folder / "consolidated.safetensors")
-    assert configure(folder).load_config.load_format == "hf"
-    assert answers(folder) == expected
-
-
 def test_adapter_beside_the_weights(
     tmp_path: Path, expected: list[list[int]], start_log: pytest.LogCaptureFixture
 ) -> None:
@@ -108,24 +74,6 @@ def test_adapter_beside_the_weights(
     assert not [line for line in start_log.messages if "without it" in line]
     rules.check(str(folder))
     assert answers(folder) == expected
-
-
-@pytest.mark.slow
-def test_pickled_weights(tmp_path: Path) -> None:
-    """Pickled weights are refused, and after the printed command the checkpoint is configured."""
-    folder = copy_checkpoint(tmp_path)
-    tensors = load_file(folder / "model.safetensors")
-    torch.save(tensors, folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="pickled weights only") as raised:
-        configure(folder)
-    (error,) = raised.value.errors()  # type: ignore[attr-defined]
-    command = error["msg"].partition("Convert them with: ")[2]
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    subprocess.run(command, shell=True, check=True, env={**os.environ, "PATH": path})
-    configure(folder)
-    converted = load_file(folder / "pytorch_model.safetensors")
-    assert all(torch.equal(converted[name], tensor) for name, tensor in tensors.items())
 
 
 @pytest.mark.parametrize("method", ["compressed-tensors", "fp8"])

@@ -167,37 +167,6 @@ def test_interval_and_fields(engine: TracedEngine, prompts: list[list[int]]) -> 
     assert not watched.step_maps
 
 
-def test_log_probabilities_where_decided(engine: TracedEngine, prompts: list[list[int]]) -> None:
-    """With a step map each log-probability is that of the step that decided the token."""
-    plain = params_of({"logprobs": 1}, EVERY_FIELD | {"diffusion_step_map": False})
-    mapped = params_of({"logprobs": 1}, EVERY_FIELD)
-    with engine.recording() as passes:
-        mapped_output = Watched(engine.llm, prompts[2:3], [mapped]).outputs[0].outputs[0]
-    plain_output = Watched(engine.llm, prompts[2:3], [plain]).outputs[0].outputs[0]
-    assert plain_output.token_ids == mapped_output.token_ids
-    steps = request_metrics(mapped_output).denoise_steps_per_canvas
-    records = iter(record for record in passes if not record.encoding)
-    spec = engine.state.spec
-    t_min, t_max = spec.settings["t_min"], spec.settings["t_max"]
-    expected = []
-    for number in steps:
-        canvas = [next(records) for _ in range(number)]
-        for position in range(spec.length):
-            i = len(expected)
-            if i == len(mapped_output.token_ids):
-                break
-            step = mapped_output.diffusion_step_map[i]
-            remaining = (spec.max_denoising_steps - step + 1) / spec.max_denoising_steps
-            temperature = t_min + (t_max - t_min) * remaining
-            logprobs = (canvas[step - 1].logits[position].double() / temperature).log_softmax(-1)
-            expected.append(float(logprobs[mapped_output.token_ids[i]]))
-    got = [
-        entry[token].logprob
-        for entry, token in zip(mapped_output.logprobs, mapped_output.token_ids, strict=True)
-    ]
-    assert got == pytest.approx(expected, abs=2e-3)
-
-
 @pytest.mark.parametrize("asynchronous", ASYNCHRONOUS_OFTEN)
 def test_preempted(asynchronous: bool) -> None:
     """A preempted canvas begins anew with a mark, and what follows is unchanged."""

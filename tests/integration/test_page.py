@@ -28,10 +28,16 @@ def stub() -> Iterator[Stub]:
         yield running
 
 
-def test_hostile_tokens(stub: Stub, new_page: Callable[..., Page]) -> None:
+@pytest.fixture
+def page(stub: Stub, new_page: Callable[..., Page]) -> Page:
+    """Open the page of the stub and connect to it."""
+    opened = new_page(stub.url)
+    connect(opened, page_stub.KEY)
+    return opened
+
+
+def test_hostile_tokens(page: Page, stub: Stub, new_page: Callable[..., Page]) -> None:
     """Text of a model, a prompt or a link is shown, and never run."""
-    page = new_page(stub.url)
-    connect(page, page_stub.KEY)
     ask(page, "hostile")
     page.get_by_role("slider", name="Step").fill(str(page_stub.STEPS - 1))
     hostile = list(page_stub.HOSTILE)
@@ -72,10 +78,8 @@ def test_server_dies(new_page: Callable[..., Page]) -> None:
     expect(page.get_by_role("button", name="Send")).to_be_enabled()
 
 
-def test_problems_in_one_sentence(stub: Stub, new_page: Callable[..., Page]) -> None:
+def test_problems_in_one_sentence(page: Page, stub: Stub) -> None:
     """A problem is reported with its cause, and the next message is answered."""
-    page = new_page(stub.url)
-    connect(page, page_stub.KEY)
     alert = page.get_by_role("alert")
     for prompt, sentence in (
         ("refuse", "Server: it refused the request with status 400: seed must be <b>small</b>."),
@@ -191,32 +195,29 @@ def test_key_form(stub: Stub, new_page: Callable[..., Page]) -> None:
 
 
 def test_narrow_screen(new_page: Callable[..., Page]) -> None:
-    """Nothing is wider than 400 pixels, with a path as the model's name and two choices."""
+    """Nothing is wider than 400 pixels, with a path as the model's name and two choices.
+
+    After connecting, focus goes to the message and the header stays in view.
+    """
     with running_stub(name="/a/path/that/goes/on" * 8) as stub:
-        page = new_page(stub.url, viewport={"width": 400, "height": 800})
+        page = new_page(stub.url, viewport={"width": 400, "height": 600})
         expect(page.locator("#prompt-hint")).to_be_visible()
         connect(page, page_stub.KEY)
+        message = page.get_by_role("textbox", name="Message")
+        expect(message).to_be_focused()
+        page.keyboard.type("Hello")
+        # A scroll is there in the next frame.
+        page.evaluate("new Promise(requestAnimationFrame)")
+        assert page.evaluate("scrollY") == 0
+        message.fill("")
         page.get_by_label("Compare two choices").check()
         page.get_by_text("More", exact=True).click()
         ask(page, "hostile", panels=2)
         assert page.evaluate("document.scrollingElement.scrollWidth") <= 400
 
 
-def test_header_after_connecting(stub: Stub, new_page: Callable[..., Page]) -> None:
-    """On a narrow screen, focus goes to the message and the header stays in view."""
-    page = new_page(stub.url, viewport={"width": 400, "height": 600})
-    connect(page, page_stub.KEY)
-    expect(page.get_by_role("textbox", name="Message")).to_be_focused()
-    page.keyboard.type("Hello")
-    # A scroll is there in the next frame.
-    page.evaluate("new Promise(requestAnimationFrame)")
-    assert page.evaluate("scrollY") == 0
-
-
-def test_markdown(stub: Stub, new_page: Callable[..., Page]) -> None:
+def test_markdown(page: Page, stub: Stub) -> None:
     """An answer is shown as Markdown without links, with its canvas and raw text a click away."""
-    page = new_page(stub.url)
-    connect(page, page_stub.KEY)
     ask(page, "markdown")
     said = page.get_by_role("log").locator(".said").last
     for tag, text in (
@@ -251,13 +252,11 @@ def test_markdown_without_end(stub: Stub, new_page: Callable[..., Page]) -> None
 
 
 def test_system_prompt_and_picture(
-    stub: Stub, new_page: Callable[..., Page], tmp_path: Path
+    tmp_path: Path, page: Page, stub: Stub, new_page: Callable[..., Page]
 ) -> None:
     """A system prompt goes with every message and the link, a picture with one message."""
     picture = tmp_path / "dot.png"
     picture.write_bytes(base64.b64decode(DOT))
-    page = new_page(stub.url)
-    connect(page, page_stub.KEY)
     page.get_by_label("System prompt").fill("Be brief.")
     page.get_by_label("Picture", exact=True).set_input_files(picture)
     ask(page, "What is this?")
@@ -278,10 +277,8 @@ def test_system_prompt_and_picture(
     expect(theirs.locator(".entry.you .said")).to_have_text("What is this?")
 
 
-def test_ways(stub: Stub, new_page: Callable[..., Page]) -> None:
+def test_ways(page: Page, stub: Stub) -> None:
     """The settings offer the server's ways, and a way without a canvas requests no frames."""
-    page = new_page(stub.url)
-    connect(page, page_stub.KEY)
     first, second = page.locator("#choices > .field label").all_inner_texts()[:2]
     assert (first, second) == ("Way to decode", "Preset")
     page.get_by_role("combobox", name="Way to decode").select_option("linear_spec")
@@ -297,10 +294,8 @@ def test_ways(stub: Stub, new_page: Callable[..., Page]) -> None:
     assert cells(page) == []
 
 
-def test_end_token_explained(stub: Stub, new_page: Callable[..., Page]) -> None:
+def test_end_token_explained(page: Page) -> None:
     """The legend names the end tokens, and one on the canvas is shown whole."""
-    page = new_page(stub.url)
-    connect(page, page_stub.KEY)
     ask(page, "Something.")
     expect(page.locator("#ends")).to_have_text(
         re.compile("^(<eos> or <turn.>|<turn.> or <eos>) ends the answer$")
@@ -314,10 +309,8 @@ def test_end_token_explained(stub: Stub, new_page: Callable[..., Page]) -> None:
 
 
 @pytest.mark.slow
-def test_cold_server(stub: Stub, new_page: Callable[..., Page]) -> None:
+def test_cold_server(page: Page) -> None:
     """Before the first step the page shows an empty canvas and running seconds."""
-    page = new_page(stub.url)
-    connect(page, page_stub.KEY)
     page.get_by_role("textbox", name="Message").fill("cold")
     page.keyboard.press("Enter")
     expect(page.locator(".state")).to_have_text("Waiting for the first step")
@@ -370,10 +363,8 @@ def test_canvas_in_view(width: int, height: int, stub: Stub, new_page: Callable[
     assert page.evaluate("scrollY") == scrolled
 
 
-def test_fold_after_the_end(stub: Stub, new_page: Callable[..., Page]) -> None:
+def test_fold_after_the_end(page: Page) -> None:
     """Tokens after the first end token are folded into a button that shows them."""
-    page = new_page(stub.url)
-    connect(page, page_stub.KEY)
     ask(page, "Something.")
     positions = page.get_by_role("listbox", name="Canvas").get_by_role("option")
     fold = page.locator(".canvas .fold")
@@ -400,10 +391,8 @@ def test_fold_after_the_end(stub: Stub, new_page: Callable[..., Page]) -> None:
     expect(positions).to_have_count(11)
 
 
-def test_past_the_cap(stub: Stub, new_page: Callable[..., Page]) -> None:
+def test_past_the_cap(page: Page) -> None:
     """A canvas that a constraint takes past its step cap shows no smaller total."""
-    page = new_page(stub.url)
-    connect(page, page_stub.KEY)
     ask(page, "past the cap")
     scrubber, output = page.get_by_role("slider", name="Step"), page.locator("output")
     expect(output).to_contain_text("canvas 2 of 2, step 6, 2 past the cap of 4: ")
@@ -416,10 +405,8 @@ def test_past_the_cap(stub: Stub, new_page: Callable[..., Page]) -> None:
     assert max(heats) == 1
 
 
-def test_text_before_its_frames(stub: Stub, new_page: Callable[..., Page]) -> None:
+def test_text_before_its_frames(page: Page) -> None:
     """A canvas whose tokens come before its frames is not shown twice."""
-    page = new_page(stub.url)
-    connect(page, page_stub.KEY)
     ask(page, "early")
     answer = page.get_by_role("log").locator(".said").last.inner_text()
     expect(page.locator(".text")).to_have_text(answer)
@@ -427,10 +414,8 @@ def test_text_before_its_frames(stub: Stub, new_page: Callable[..., Page]) -> No
     expect(page.locator(".text .emitted")).to_be_empty()
 
 
-def test_empty_answers(stub: Stub, new_page: Callable[..., Page]) -> None:
+def test_empty_answers(page: Page, stub: Stub) -> None:
     """An answer without text shows why it ended instead."""
-    page = new_page(stub.url)
-    connect(page, page_stub.KEY)
     for prompt, why in (
         ("end at once", "the model ended it with its first token"),
         ("say nothing", "the model ended it after 3 tokens without text"),
@@ -452,10 +437,8 @@ def test_empty_answers(stub: Stub, new_page: Callable[..., Page]) -> None:
 
 
 @pytest.mark.slow
-def test_settings_that_differ(stub: Stub, new_page: Callable[..., Page]) -> None:
+def test_settings_that_differ(page: Page) -> None:
     """One heading names the settings, and differences of A and B are marked at their canvases."""
-    page = new_page(stub.url)
-    connect(page, page_stub.KEY)
     ask(page, "One.")
     expect(page.get_by_text(re.compile("^Settings"))).to_have_count(1)
     expect(page.get_by_role("heading", name="Settings")).to_have_count(1)

@@ -21,6 +21,7 @@ from tests.support.engines.engine import TracedEngine
 from tests.support.engines.generate import run_engine, small_engine
 from tests.support.engines.layer_records import recorded_experts, recorded_linears, reference_linear
 from tests.support.models.checkpoints import SHIPPED
+from tests.support.models.prompts import prompt_of
 from tests.support.models.quantized import (
     QuantizedOracle,
     example,
@@ -39,11 +40,6 @@ SCHEMES = [
     pytest.param("fp8-static", marks=pytest.mark.slow),
     pytest.param("nvfp4-weights", marks=pytest.mark.slow),
 ]
-
-
-def prompt_of(length: int) -> list[int]:
-    generator = torch.Generator().manual_seed(length)
-    return torch.randint(20, 276, (length,), generator=generator).tolist()
 
 
 def share_of_rows_off(actual: Tensor, fp32: Tensor, fp64: Tensor) -> float:

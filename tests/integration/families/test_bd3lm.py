@@ -47,16 +47,3 @@ def test_shared_prefixes(tmp_path: Path, is_asynchronous: bool) -> None:
         assert cached(first, cache_salt="another") == 0
         # A turn later, of what was said only blocks that were whole: the last of 40 tokens was not.
         assert cached(first + answer + prompt_of(24, seed=3)) == 132 // size * size
-
-
-def test_steps_that_do_not_divide_a_block(tmp_path: Path) -> None:
-    """In one batch, numbers of steps that do not divide a block give the loop's tokens."""
-    case = CASES["a2d"]
-    model = case.make()
-    steps = (9, 12, 14, 20, 30)
-    prompts = [prompt_of(20 + 11 * i, seed=i) for i in range(len(steps))]
-    wanted = [Wanted(max_tokens=80, strategy="static", steps=n) for n in steps]
-    with TracedEngine(model.save(tmp_path), max_model_len=256, **case.options) as engine:
-        outputs = engine.outputs(prompts, [one.sampling_params() for one in wanted])
-    for prompt, one, output in zip(prompts, wanted, outputs, strict=True):
-        assert list(output.outputs[0].token_ids) == expected(case, model, prompt, one).tokens, one

@@ -10,7 +10,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -334,49 +334,6 @@ def test_frames_show_drafts(engine: TracedEngine, model: Nemotron) -> None:
     assert 1 in steps
 
 
-@pytest.mark.slow
-def test_prefix_cache(engine: TracedEngine, model: Nemotron) -> None:
-    """A later prompt finds only keys and values of accepted tokens in the cache."""
-    prompt = prompt_of(60, seed=41)
-    wanted = params(temperature=temperature_of(engine, 0.8), seed=5, max_tokens=40)
-    (first,) = generate(engine, [prompt], [wanted])
-    answer = list(first.token_ids)
-    assert answer == expected(model, prompt, wanted)
-    later = [prompt + answer[:cut] + prompt_of(3, seed=43) for cut in (40, 21)]
-    outputs = engine.outputs(later, [wanted] * 2)
-    for one, cut, output in zip(later, (40, 21), outputs, strict=True):
-        assert output.num_cached_tokens >= (60 + cut) // 16 * 16 - 16
-        assert list(output.outputs[0].token_ids) == expected(model, one, wanted)
-
-
-@drafts
-@pytest.mark.parametrize(
-    ("field", "changes"),
-    [
-        ("presence_penalty", {"presence_penalty": 0.5}),
-        ("frequency_penalty", {"frequency_penalty": 0.5}),
-        ("repetition_penalty", {"repetition_penalty": 1.1}),
-        ("bad_words", {"bad_words": ["a"]}),
-        ("structured_outputs", {"structured_outputs": "[a-f]{3}"}),
-        ("diffusion_max_steps", {"extra_args": {"diffusion_max_steps": 2}}),
-        ("diffusion_seed_canvas", {"extra_args": {"diffusion_seed_canvas": [5] * BLOCK}}),
-        ("diffusion_read_only", {"extra_args": {"diffusion_read_only": True}}),
-        ("diffusion_reveal_threshold", {"extra_args": {"diffusion_reveal_threshold": 0.5}}),
-    ],
-)
-def test_refused_fields(engine: TracedEngine, field: str, changes: dict[str, Any]) -> None:
-    """An unsupported field is refused by name, with the rule that supports it if there is one."""
-    from vllm.exceptions import VLLMValidationError
-    from vllm.sampling_params import StructuredOutputsParams
-
-    if regex := changes.get("structured_outputs"):
-        changes = {"structured_outputs": StructuredOutputsParams(regex=regex), "ignore_eos": False}
-    with pytest.raises(VLLMValidationError, match=field) as raised:
-        generate(engine, [prompt_of(5)], [params(**changes)])
-    assert raised.value.parameter == field
-    assert field.startswith("diffusion") or 'rule "autoregressive"' in str(raised.value)
-
-
 @causal
 def test_what_canvases_do_not_have(engine: TracedEngine, model: Nemotron) -> None:
     """Penalties, prompt log-probabilities and grammars work as in vLLM."""
@@ -430,20 +387,3 @@ def test_two_processes(rule: str, has_lora: bool, model: Nemotron, tmp_path: Pat
     assert tokens_of_batch(folder, requests, **ruled(rule, tensor_parallel_size=2)) == [
         expected(model, prompt, one) for prompt, one in zip(prompts, wanted, strict=True)
     ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_asynchronous", [False, True])
-def test_drafts_that_are_never_right(is_asynchronous: bool, tmp_path: Path) -> None:
-    """A random model whose drafts are never right gives the loop's tokens, the mask included."""
-    model = tiny_nemotron()
-    lengths = (150, 1, 31, 32, 33, 64, 90, 100)
-    prompts = [prompt_of(length, seed=length) for length in lengths]
-    wanted = [params(seed=i, temperature=(i % 2) * 0.9) for i in range(len(lengths))]
-    with TracedEngine(
-        model.save(tmp_path), **ruled(DRAFTING, async_scheduling=is_asynchronous)
-    ) as served:
-        answers = tokens_of(generate(served, prompts, wanted))
-    loop = partial(expected, model)
-    assert answers == [loop(prompt, one) for prompt, one in zip(prompts, wanted, strict=True)]
-    assert any(MASK_ID in answer for answer in answers)

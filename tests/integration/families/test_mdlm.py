@@ -21,8 +21,8 @@ MDLM = {
     "llama": mdlm_case(tiny.a2d_llama, "A2DLlamaMDLM", is_shifted=False),
 }
 BD3LM = {
-    "qwen2": replace(CASES["a2d"], make=tiny.a2d_qwen2),
-    "llama": replace(CASES["a2d"], make=tiny.a2d_llama),
+    "BD3LM on qwen2": replace(CASES["a2d"], make=tiny.a2d_qwen2),
+    "BD3LM on llama": replace(CASES["a2d"], make=tiny.a2d_llama),
 }
 # With steps that do not divide a block, and answers that end within one.
 WANTED = (
@@ -32,7 +32,6 @@ WANTED = (
     Wanted(max_tokens=33, strategy="static", temperature=0.8, seed=4),
     Wanted(max_tokens=50, threshold=0.2, seed=5),
 )
-ORDERS = pytest.mark.parametrize("is_asynchronous", ASYNCHRONOUS_OFTEN)
 
 
 def assert_loops(case: Case, folder: Path, wanted: list[Wanted], is_asynchronous: bool) -> None:
@@ -46,16 +45,11 @@ def assert_loops(case: Case, folder: Path, wanted: list[Wanted], is_asynchronous
         assert list(output.outputs[0].token_ids) == expected(case, model, prompt, one).tokens, one
 
 
-@ORDERS
-@pytest.mark.parametrize("name", MDLM)
-def test_mdlm(tmp_path: Path, name: str, is_asynchronous: bool) -> None:
-    """Answers of any length have the tokens of MDLM's loop, in one batch."""
-    random = Wanted(max_tokens=30, strategy="random", seed=6)
-    assert_loops(MDLM[name], tmp_path, [*WANTED, random], is_asynchronous)
-
-
-@ORDERS
-@pytest.mark.parametrize("name", BD3LM)
-def test_bd3lm_on_other_bodies(tmp_path: Path, name: str, is_asynchronous: bool) -> None:
-    """BD3LM on other bodies gives the loop's tokens with the blocks of the Qwen3 body."""
-    assert_loops(BD3LM[name], tmp_path, list(WANTED), is_asynchronous)
+@pytest.mark.parametrize("is_asynchronous", ASYNCHRONOUS_OFTEN)
+@pytest.mark.parametrize("name", MDLM | BD3LM)
+def test_tokens(tmp_path: Path, name: str, is_asynchronous: bool) -> None:
+    """Answers of any length have the tokens of MDLM's loop, and on other bodies those of BD3LM's
+    with the blocks of the Qwen3 body, in one batch.
+    """
+    random = [Wanted(max_tokens=30, strategy="random", seed=6)] if name in MDLM else []
+    assert_loops((MDLM | BD3LM)[name], tmp_path, [*WANTED, *random], is_asynchronous)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import random
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -12,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.engines.engine import TracedEngine
 from tests.support.engines.generate import tokens_of_batch
-from tests.support.families.cases import CASES, STRATEGIES, Wanted, expected
-from tests.support.families.model import MASK_ID, TinyModel, prompt_of
-from tests.support.families.run import Run, block_causal, suppress
+from tests.support.families.cases import CASES, Wanted, expected
+from tests.support.families.model import TinyModel, prompt_of
+from tests.support.families.run import Run
 from tests.support.oracles.frames import EVERY_FIELD, Watched, steps_of_trace, steps_that_decided
 from vllm_diffusion.decoding.layouts import GrowingSequence
 from vllm_diffusion.metrics import request_metrics
@@ -165,50 +163,6 @@ def test_entropy_budgets(family: Family) -> None:
         for b, t in budgets
     ]
     family.check([prompt_of(33 + i, seed=i) for i in range(len(wanted))], wanted)
-
-
-@pytest.mark.parametrize("family", in_both_orders(CASES, [("sdar", "asynchronous")]), indirect=True)
-def test_strategies_of_one_batch(family: Family) -> None:
-    """Equal prompts with different strategies get in one batch what each gets alone."""
-    wanted = [Wanted(2 * family.block_length, strategy=s) for s in STRATEGIES]
-    wanted += [replace(wanted[-1], entropy_budget=budget) for budget in (0.5, 8.0)]
-    prompt = prompt_of(41, seed=7)
-    together = family.generate([prompt] * len(wanted), wanted)
-    assert together == [family.generate([prompt], [one])[0] for one in wanted]
-    assert len(set(map(tuple, together))) > 1
-
-
-@pytest.mark.parametrize("family", in_both_orders(("sdar", "sdar-block-32"), OFTEN), indirect=True)
-def test_log_probabilities_where_revealed(family: Family) -> None:
-    """Each token has the log-probability of the step that revealed it, for every strategy."""
-    # The mask token is never drawn, and has no share of what is reported.
-    B, model = family.block_length, suppress(family.model, [MASK_ID])
-    wanted = [Wanted(2 * B, strategy=s, entropy_budget=2.0) for s in STRATEGIES]
-    prompts = [prompt_of(length, seed=length) for length in range(20, 20 + len(wanted))]
-    params = [one.sampling_params({"diffusion_trace": True}, logprobs=0) for one in wanted]
-    for prompt, output in zip(prompts, family.engine.outputs(prompts, params), strict=True):
-        completion = output.outputs[0]
-        known = prompt[: len(prompt) // B * B]
-        expected_logprobs: list[float] = []
-        for rows in completion.diffusion_trace:
-            length = len(known) + B
-            logprobs = torch.stack(
-                [
-                    model(torch.tensor(known + row), block_causal(length, B))[-B:].log_softmax(-1)
-                    for row in rows[:-1]
-                ]
-            )
-            steps = steps_of_trace([rows], 0)
-            expected_logprobs += [
-                float(logprobs[step - 1, i, rows[-1][i]]) for i, step in enumerate(steps)
-            ]
-            known = known + rows[-1]
-        given = len(prompt) % B
-        got = [
-            entry[token].logprob
-            for entry, token in zip(completion.logprobs, completion.token_ids, strict=True)
-        ]
-        assert got == pytest.approx(expected_logprobs[given:][: len(got)], abs=2e-4)
 
 
 def test_frames_and_step_maps(family: Family) -> None:
@@ -368,51 +322,6 @@ def test_constraints(family: Family) -> None:
     assert re.fullmatch(pattern, said)
     (banned,) = tokenizer.encode("a", add_special_tokens=False)
     assert banned not in other.outputs[0].token_ids
-
-
-@pytest.mark.parametrize("field", [{"logprobs": 0}, {"logprob_token_ids": [5]}])
-def test_logprobs_of_given_tokens(field: dict[str, Any], family: Family) -> None:
-    """Log-probabilities of given tokens, which no step decides, are refused by the field."""
-    from vllm.exceptions import VLLMValidationError
-
-    canvas = {"diffusion_seed_canvas": prompt_of(family.block_length, seed=7)}
-    params = Wanted(max_tokens=4).sampling_params(canvas, **field)
-    whole = family.engine.state.spec.layout.recomputes
-    with pytest.raises(VLLMValidationError, match="seed_canvas" if whole else "logprob"):
-        family.engine.outputs([prompt_of(5, seed=5)], [params])
-
-
-def test_pinned_tokens(family: Family) -> None:
-    """An answer has its pinned tokens after prompts of any length, and others answer as alone.
-
-    Positions that the prompt fills are the prompt's. Whole sequences refuse pins.
-    """
-    from vllm.exceptions import VLLMValidationError
-
-    B, rng = family.block_length, random.Random(3)
-    prompts = [prompt_of(length, seed=length) for length in (B, B + 1, 2 * B - 1, 5, 2 * B)]
-    plain = Wanted(max_tokens=B + 3)
-    asked, wanted = [], []
-    for prompt in prompts:
-        num_given = len(prompt) % B if family.is_aligned else 0
-        positions = [0, *rng.sample(range(1, B), rng.randint(1, B - 1)), B - 1]
-        # Some positions are left to the model.
-        canvas = prompt_of(B, seed=len(prompt))
-        canvas = [t if i in positions or i % 2 else MASK_ID for i, t in enumerate(canvas)]
-        own = {"diffusion_seed_canvas": canvas, "diffusion_pinned": sorted(set(positions))}
-        asked.append(plain.sampling_params(own))
-        wanted.append({i - num_given: canvas[i] for i in positions if i >= num_given})
-    if family.engine.state.spec.layout.recomputes:
-        with pytest.raises(VLLMValidationError, match="diffusion_seed_canvas"):
-            family.engine.outputs(prompts[:1], asked[:1])
-        return
-    (alone,) = family.generate(prompts[:1], [plain])
-    params = [plain.sampling_params(), *asked]
-    outputs = family.engine.outputs([prompts[0], *prompts], params)
-    answers = [list(output.outputs[0].token_ids) for output in outputs]
-    assert answers[0] == alone
-    for tokens, answer in zip(wanted, answers[1:], strict=True):
-        assert {i: answer[i] for i in tokens} == tokens
 
 
 @pytest.fixture(

@@ -11,7 +11,6 @@ import pytest
 import torch
 from compressed_tensors.quantization import apply_quantization_config
 from safetensors.torch import load_file, save_file
-from vllm.lora.request import LoRARequest
 
 from tests.support.engines.engine import StepRecord, TracedEngine
 from tests.support.families.cases import CASES, Wanted
@@ -19,7 +18,6 @@ from tests.support.families.llada2_model import separate_experts
 from tests.support.families.mineru_model import IMAGE_ID, num_tokens, picture
 from tests.support.families.model import MASK_ID, VOCAB_SIZE, TinyModel, prompt_of
 from tests.support.families.run import block_causal, causal_then_block
-from tests.support.models.adapters import adapt
 from tests.support.models.quantized import example, settings_of, written
 
 pytestmark = pytest.mark.engine
@@ -112,21 +110,15 @@ def request_of(prompt: list[int]) -> dict[str, Any]:
 def first_step(
     folder: Path,
     prompt: list[int],
-    adapter: Path | None = None,
     options: dict[str, Any] | None = None,
 ) -> StepRecord:
-    """Return the engine's first denoising step after a prompt, with an adapter or none."""
+    """Return the engine's first denoising step after a prompt."""
     with (
-        TracedEngine(
-            folder, max_model_len=256, enable_lora=adapter is not None, **(options or {})
-        ) as engine,
+        TracedEngine(folder, max_model_len=256, **(options or {})) as engine,
         engine.recording() as steps,
     ):
         outputs = engine.llm.generate(
-            [request_of(prompt)],
-            Wanted(8).sampling_params(),
-            use_tqdm=False,
-            lora_request=adapter and LoRARequest("adapter", 1, str(adapter)),
+            [request_of(prompt)], Wanted(8).sampling_params(), use_tqdm=False
         )
     assert len(outputs[0].outputs[0].token_ids) == 8
     # A seed row, where there is one, comes before the first step.
@@ -215,26 +207,3 @@ def test_logits(name: str, scheme: str, tmp_path: Path) -> None:
     exact = logits_behind(CASES[name].make(), name, prompt, canvas)
     distance = (ours - logits_behind(model, name, prompt, canvas)).abs().mean(dim=-1).median()
     assert distance < ALLOWED.get(name, 0.02) * (ours - exact).abs().mean()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("scheme", ["fp8", "nvfp4"])
-@pytest.mark.parametrize("name", ["sdar", "llada2.0"])
-def test_adapter(name: str, scheme: str, tmp_path: Path) -> None:
-    """On rounded weights an adapter gives PEFT's logits on them, far from those without it."""
-    checkpoint, model = rounded(name, scheme, tmp_path / "checkpoint")
-    plain = copy.copy(model)
-    plain.body = copy.deepcopy(model.body)
-    # All but experts, which a CPU does not adapt where they are quantised.
-    layers = r"(self_attn|attention|mlp|shared_experts)\.(\w+_proj|query_key_value|dense)"
-    adapt(model.body, tmp_path / "adapter", target_modules=rf"model\.layers\.\d+\.(mlp\.)?{layers}")
-    prompt = prompt_of(64)
-    step = first_step(checkpoint, prompt, tmp_path / "adapter")
-    canvas = step.canvas.tolist()
-    adapted = logits_behind(model, name, prompt, canvas)
-    without = logits_behind(plain, name, prompt, canvas)
-    distance = (step.logits[:, MASK_LESS] - adapted).abs().mean(dim=-1).median()
-    print(f"\ndistance {distance:.3f}, of the adapter {(adapted - without).abs().mean():.3f}")
-    # A part of it that is missing is a third, and a rounding that flips up to a twentieth.
-    assert distance < 0.1 * (adapted - without).abs().mean()

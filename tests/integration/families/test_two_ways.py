@@ -13,13 +13,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
 
 from tests.support.engines.engine import TracedEngine
 from tests.support.engines.generate import tokens_of_batch
-from tests.support.engines.vllm_configs import configure
 from tests.support.families.model import prompt_of
-from tests.support.models.checkpoints import SHIPPED, random_checkpoint
+from tests.support.models.checkpoints import random_checkpoint
 from tests.support.oracles.gemma4 import encoder_as_gemma4, greedy_tokens, logits_of
 from tests.support.oracles.oracle import Oracle
 
@@ -37,8 +35,6 @@ OPTIONS: dict[str, Any] = {
     "prefix_cache_retention_interval": None,
 }
 LENGTHS = (1, 2, 7, 33, 64, 81, 150, 120)
-# What the shipped checkpoint was trained on.
-CHATS = ("What is 7+8?", "Make a JSON record: name bob, age 31.", "Thank you!", "hello")
 
 
 def two_scalars(folder: Path) -> Path:
@@ -171,37 +167,3 @@ def test_two_processes(settings: dict[str, Any], checkpoint: Path, oracle: Any) 
     requests = [{"prompt": prompt, "params": asked} for prompt in prompts]
     found = tokens_of_batch(checkpoint, requests, **way(settings, tensor_parallel_size=2))
     assert found == [greedy_tokens(oracle, prompt, 30) for prompt in prompts]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [AUTOREGRESSIVE, DRAFTS, *(DRAFTS | {"draft_length": n, "draft_steps": 2} for n in (8, 32))],
-    ids=["causal", "drafts", "8 in two steps", "32 in two steps"],
-)
-def test_shipped_checkpoint(settings: dict[str, Any]) -> None:
-    """Chats give the tokens, ends and log-probabilities of a Gemma 4 with its encoder."""
-    tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
-    prompts: list[list[int]] = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": content}], add_generation_prompt=True, return_dict=False
-        )
-        for content in CHATS
-    ]
-    with TracedEngine(SHIPPED, **way(settings)) as served:
-        outputs = served.outputs(prompts, params(ignore_eos=False, max_tokens=48, logprobs=0))
-    assert "stop" in [output.outputs[0].finish_reason for output in outputs]
-    model = encoder_as_gemma4(SHIPPED)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        (completion,) = output.outputs
-        tokens = list(completion.token_ids)
-        assert tokens == greedy_tokens(model, prompt, len(tokens))
-        exact = logits_of(model, [*prompt, *tokens])[len(prompt) - 1 : -1].log_softmax(-1)
-        for row, token, reported in zip(exact, tokens, completion.logprobs, strict=True):
-            assert reported[token].logprob == pytest.approx(float(row[token]), abs=2e-5)
-
-
-def test_default_drafts() -> None:
-    """Drafts fit by default into the checkpoint's canvas, and take one step."""
-    spec = configure(SHIPPED, additional_config={"diffusion": DRAFTS}).model_config.diffusion.spec
-    assert (spec.length, spec.max_denoising_steps) == (16, 1)

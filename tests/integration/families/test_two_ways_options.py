@@ -5,7 +5,6 @@ The oracle is the encoder of transformers' DiffusionGemma.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -175,36 +174,3 @@ def test_fp8(tmp_path: Path) -> None:
     # Later a rounding error may move a quantised activation, and the answer goes another way.
     first = [answer[:8] for answer in answers[0]]
     assert first == [greedy(model, prompt, 8) for prompt in prompts]
-
-
-@pytest.mark.slow
-def test_options_of_requests(tmp_path: Path) -> None:
-    """A grammar, several answers and a penalty work for token after token."""
-    from vllm.sampling_params import StructuredOutputsParams
-
-    checkpoint = random_checkpoint(tmp_path, seed=2, gain=1.0, embed=1.0)
-    prompt, regex = prompt_of(9), "[a-f]{3}-[0-9]{2}"
-    grammar = StructuredOutputsParams(regex=regex)
-    with TracedEngine(checkpoint, **options("autoregressive")) as engine:
-
-        def ask(**changes: Any) -> list[Any]:
-            (output,) = engine.outputs([prompt], params(**changes))
-            return output.outputs
-
-        (held,) = ask(ignore_eos=False, detokenize=True, structured_outputs=grammar)
-        assert re.fullmatch(regex, held.text)
-
-        first, second = (list(answer.token_ids) for answer in ask(n=2, temperature=1.0, seed=3))
-        assert len(first) == len(second) == 24
-        assert first != second
-
-        (found,) = ask(frequency_penalty=2.0)
-    model, ids = Oracle(checkpoint).model, torch.tensor(prompt)
-    tokens: list[int] = []
-    for _ in range(24):
-        logits = encoder_logits(model, ids)[-1]
-        counts = torch.bincount(torch.tensor(tokens, dtype=torch.long), minlength=len(logits))
-        tokens.append(int((logits - 2.0 * counts).argmax()))
-        ids = torch.tensor([*prompt, *tokens])
-    assert list(found.token_ids) == tokens
-    assert tokens != greedy(model, prompt, 24)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -45,12 +44,6 @@ def constant(rows: Sequence[Tensor]) -> run.Model:
 def decreasing(length: int, *, first: float = 0.9, by: float = 0.05, token: int = 10) -> run.Model:
     """Position i predicts ``token + i``, each with less certainty than the one before."""
     return constant([row(token + i, first - by * i) for i in range(length)])
-
-
-def blocks(result: run.Run, kind: str) -> list[int]:
-    """Passes of that kind per block, in the order of the blocks."""
-    starts = [one.start for one in result.passes if one.kind == kind]
-    return [len(list(group)) for _, group in itertools.groupby(starts)]
 
 
 llada2_0_loop = partial(

@@ -138,19 +138,34 @@ def test_pins_hold_in_every_input_and_in_the_answer(name: str, kind: str) -> Non
     assert not slots.pinned.any()
 
 
-def test_pins_do_not_come_again_in_a_later_canvas() -> None:
-    """Pins belong to the first canvas: the second begins as noise and is emitted as predicted."""
-    slots = CanvasSlots(2, diffusion_gemma_spec(CANVAS, 1), VOCAB, CPU)
+@pytest.mark.parametrize(
+    ("spec", "first"),
+    [
+        (diffusion_gemma_spec(CANVAS, 1), [30, 30] + [7] * 6),
+        # What a masked model's canvas begins with stays.
+        (masked_spec(CANVAS, max_denoising_steps=1), [30] * CANVAS),
+    ],
+    ids=["noise", "masks"],
+)
+def test_pins_do_not_come_again_in_a_later_canvas(spec: CanvasSpec, first: list[int]) -> None:
+    """Pins belong to the first canvas, also after a preemption: the second begins as noise or plain
+    masks and is emitted as predicted.
+    """
+    slots = CanvasSlots(2, spec, VOCAB, CPU)
     arguments = RequestArguments(seed_canvas=(30,) * CANVAS, pinned=(0, 1))
-    slots.add_request(0, NewRequest(arguments))
-    slots.add_request(1, NewRequest(arguments, num_generated=CANVAS))
+    slots.add_request(0, NewRequest(arguments, prompt_len=CANVAS))
+    slots.add_request(1, NewRequest(arguments, prompt_len=CANVAS, num_generated=CANVAS))
     slots.apply_staged_writes()
+    is_masked = spec.mask_token_id is not None
     assert slots.pinned.sum(dim=-1).tolist() == [2, 0]
+    assert slots.canvas[0].tolist() == [30] * CANVAS
+    assert (slots.canvas[1] == MASK).all() or not is_masked
     drawn, zeros = torch.full((2, CANVAS), 7), torch.zeros(2, CANVAS)
     step = CanvasStep(slots, compile_backend=None)
     rows = idle_pass(2)._replace(num_rows=torch.full((2,), CANVAS, dtype=torch.int32))
     statistics = PositionStatistics(drawn, drawn, zeros, zeros)
-    assert step(statistics, rows).tokens.tolist() == [[30, 30] + [7] * 6, [7] * CANVAS]
+    assert step(statistics, rows).tokens.tolist() == [first, [7] * CANVAS]
+    assert (slots.canvas == MASK).all() or not is_masked
     assert step(statistics, rows).tokens.tolist() == [[7] * CANVAS] * 2
 
 

@@ -145,24 +145,6 @@ def test_a_draft_and_its_verification(backend):
     assert slots.phase.tolist() == [Phase.DENOISING] * 2
 
 
-def test_pins_are_of_a_masked_request_s_first_canvas():
-    """Pinned positions are plain masks in later canvases and after a preemption."""
-    slots = CanvasSlots(2, masked_spec(CANVAS, max_denoising_steps=1), VOCAB, CPU)
-    params = RequestArguments(seed_canvas=(30,) * CANVAS, pinned=(0, 1))
-    slots.add_request(0, NewRequest(params, prompt_len=CANVAS))
-    slots.add_request(1, NewRequest(params, prompt_len=CANVAS, num_generated=CANVAS))
-    slots.apply_staged_writes()
-    step = CanvasStep(slots, compile_backend=None)
-    drawn, zeros = torch.full((2, CANVAS), 7), torch.zeros(2, CANVAS)
-    statistics = PositionStatistics(drawn, drawn, zeros, zeros)
-    assert slots.canvas.tolist() == [[30] * CANVAS, [4] * CANVAS]
-    assert slots.pinned.sum(dim=-1).tolist() == [2, 0]
-    rows = idle_pass(2)._replace(num_rows=torch.full((2,), CANVAS, dtype=torch.int32))
-    assert step(statistics, rows).tokens[0].tolist() == [30] * CANVAS
-    assert slots.canvas.tolist() == [[4] * CANVAS] * 2
-    assert step(statistics, rows).tokens[0].tolist() == [7] * CANVAS
-
-
 @pytest.mark.parametrize("converge_at_end", [False, True])
 def test_what_follows_the_end_need_not_converge(converge_at_end):
     """A canvas converges although the model keeps changing tokens after the end at position 3."""

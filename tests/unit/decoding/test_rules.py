@@ -277,22 +277,6 @@ def test_orders_of_one_batch(data, sub_block_length, spreads_masks):
         assert kept == revealed, (r, strategies[r])
 
 
-@pytest.mark.parametrize(("budget", "num_revealed"), [(0.0, 2), (0.25, 3), (0.5, 3), (0.75, 4)])
-def test_budget_without_the_largest(budget, num_revealed):
-    """The largest entropy costs nothing, so a budget of 0 still reveals it after certain masks."""
-    decision = Reveal(MASK).decide(
-        step_inputs(canvas=torch.full((1, 4), MASK), entropy=torch.tensor([[9.0, 0.5, 0.0, 0.25]])),
-        {
-            "reveal_threshold": torch.tensor([0.9]),
-            "strategy": torch.tensor([STRATEGIES.index(ENTROPY_BUDGET)]),
-            "entropy_budget": torch.tensor([budget]),
-        },
-        {},
-    )
-    order = [2, 3, 1, 0]
-    assert sorted(order[:num_revealed]) == decision.keep[0].nonzero()[:, 0].tolist()
-
-
 def test_an_end_with_no_mask_before_it_ends_the_canvas():
     """If family or server ask for it, a drawn end token ends the canvas; the prompt's do not."""
     canvas = torch.tensor([[3, MASK, MASK, MASK], [3, MASK, MASK, MASK], [9, MASK, MASK, MASK]])

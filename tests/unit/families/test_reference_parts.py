@@ -7,26 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.support.families import scripts
 from tests.support.families.llada2_model import Gate
-
-
-@pytest.mark.parametrize(
-    ("loop", "prompt_length", "num_at_once", "num_masks", "is_strict"),
-    [
-        (scripts.llada2_0_loop, 0, 1, 8, True),
-        # Two blocks.
-        (scripts.stable_diffcoder_loop, 0, 2, 8, False),
-        # A seed, and the rest of its block.
-        (scripts.nemotron_loop, 1, 1, 7, False),
-    ],
-)
-def test_threshold(loop, prompt_length, num_at_once, num_masks, is_strict):
-    """A loop reveals masks above its threshold, equal included or not, or else the best alone."""
-    even = scripts.constant([scripts.row(10, 0.5, second=11)] * 9)
-    for threshold, is_above in ((0.49, True), (0.5, not is_strict), (0.51, False)):
-        result = loop(even, prompt_ids=[30] * prompt_length, threshold=threshold)
-        assert result.count("denoise") == (num_at_once if is_above else num_masks)
 
 
 def _gate(**config: int) -> Gate:

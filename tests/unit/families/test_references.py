@@ -11,14 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.families import llada2, mineru, run
+from tests.support.families import llada2, run
 from tests.support.families.model import scripted
 from tests.support.families.scripts import (
     DELETE,
     END,
     MASK,
     SPLIT,
-    blocks,
     constant,
     decreasing,
     dream_reasoner_loop,
@@ -30,12 +29,6 @@ from tests.support.families.scripts import (
     row,
     stable_diffcoder_loop,
 )
-
-
-def test_llada2_steps():
-    """Fewer steps reveal more masks in each."""
-    result = llada2_0_loop(decreasing(8), threshold=1.0, steps=2)
-    assert result.revealed == [0] * 4 + [1] * 4
 
 
 def test_llada2_end_token_of_2_0():
@@ -147,14 +140,6 @@ def test_llada22_anti_loop():
     assert result.count("denoise") == 4
 
 
-def test_nemotron_even_schedule():
-    """Without a threshold each step reveals one mask, and one more pass commits the block."""
-    result = nemotron_loop(decreasing(17), [30], max_new_tokens=16)
-    assert blocks(result, "denoise") == [7, 7]
-    assert blocks(result, "commit") == [1, 1]
-    assert result.count("prefill") == 1
-
-
 def test_nemotron_probability_has_no_temperature():
     """The temperature changes candidates and not their confidence."""
     even = constant([row(10, 0.5, second=11)] * 9)
@@ -194,14 +179,6 @@ def test_nemotron_linear_spec_accepts_what_agrees():
     assert kinds == ["prefill", "draft", "verify", "draft", "verify"]
 
 
-def test_stable_diffcoder_schedule():
-    """Without a threshold each step reveals the same number of masks."""
-    result = stable_diffcoder_loop(decreasing(8), threshold=None)
-    assert result.revealed == [0, 1, 2, 3] * 2
-    result = stable_diffcoder_loop(decreasing(8), threshold=None, steps=4)
-    assert result.revealed == [0, 0, 1, 1] * 2
-
-
 def test_stable_diffcoder_end_token():
     """A full block with an end token is filled with it up to its end and needs no commit."""
     rows = [row(10, 0.99)] * 8
@@ -209,16 +186,6 @@ def test_stable_diffcoder_end_token():
     result = stable_diffcoder_loop(constant(rows), eos_id=END)
     assert result.tokens == [10, END, END, END]
     assert [one.kind for one in result.passes] == ["denoise"]
-
-
-def test_dream_reasoner_steps():
-    """By default each position takes one step, which reveals the most confident mask alone."""
-    script = decreasing(8, first=0.97)
-    assert dream_reasoner_loop(script).revealed == [0, 0, 1, 2, 3, 4, 5, 6]
-    static = {"remasking_strategy": "low_confidence_static"}
-    assert dream_reasoner_loop(script, **static).revealed == [0] * 8
-    result = dream_reasoner_loop(script, **static, denoising_steps=3)
-    assert result.revealed == [0, 0, 0, 1, 1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("strategy", ["dynamic", "static", "sequential"])
@@ -236,17 +203,3 @@ def test_dream_reasoner_last_step_leaves_no_mask(strategy, num_given):
         )
         assert MASK not in result.tokens
         assert result.count("denoise") <= steps
-
-
-def test_mineru_blocks():
-    """Blocks begin where the prompt ends, and the last one may be shorter."""
-    loop = {"mask_id": MASK, "gen_length": 6, "block_length": 4, "denoising_steps": 4}
-    result = mineru.generate(decreasing(9), [30] * 3, temperature=0, **loop)
-    assert result.tokens == [13, 14, 15, 16, 17, 18]
-    assert result.revealed == [0, 1, 2, 3, 0, 1]
-    assert [one.start for one in result.passes if one.kind == "commit"] == [3, 7]
-    # Of 0.75, 0.7, 0.65, 0.6 in the first block.
-    confident = mineru.generate(
-        decreasing(9), [30] * 3, temperature=0, confidence_threshold=0.67, **loop
-    )
-    assert confident.revealed == [0, 0, 1, 2, 0, 1]

@@ -129,35 +129,42 @@ def test_model_defaults() -> None:
     assert defaults["diffusion_preset"] is None
 
 
-def test_tasks() -> None:
-    """The tasks of a model are listed for a shipped checkpoint and for no other."""
-    spec = diffusion_gemma_spec(32)
-    assert client(spec).get(MODEL_PATH).json()["tasks"] == ""
-    shipped = client(spec, model=str(SHIPPED)).get(MODEL_PATH).json()
-    assert shipped["tasks"] == TASKS
-    reader = client(spec, model=str(shipped_checkpoint("mineru"))).get(MODEL_PATH).json()
-    assert reader["tasks"] == READER_TASKS
+@pytest.mark.parametrize(
+    ("options", "fact", "expected"),
+    [
+        # The tasks of a model are listed for a shipped checkpoint and for no other.
+        ({}, "tasks", ""),
+        ({"model": str(SHIPPED)}, "tasks", TASKS),
+        ({"model": str(shipped_checkpoint("mineru"))}, "tasks", READER_TASKS),
+        # Pictures are offered if both the model and the server's limits accept one.
+        ({}, "takes_pictures", False),
+        (
+            {"multimodal_config": MultiModalConfig(limit_per_prompt={"image": 0})},
+            "takes_pictures",
+            False,
+        ),
+        ({"multimodal_config": MultiModalConfig()}, "takes_pictures", True),
+    ],
+)
+def test_facts(options: dict[str, Any], fact: str, expected: Any) -> None:
+    """The page learns the tasks of a checkpoint and whether pictures are taken."""
+    told = client(diffusion_gemma_spec(32), **options).get(MODEL_PATH).json()
+    assert told[fact] == expected
 
 
-@pytest.mark.parametrize(("limits", "takes"), [(None, False), ({"image": 0}, False), ({}, True)])
-def test_takes_pictures(limits: dict[str, int] | None, takes: bool) -> None:
-    """Pictures are offered if both the model and the server's limits accept one."""
-    config = None if limits is None else MultiModalConfig(limit_per_prompt=limits)
-    told = client(diffusion_gemma_spec(32), multimodal_config=config).get(MODEL_PATH).json()
-    assert told["takes_pictures"] is takes
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [((), ["<eos>", "<turn|>"]), (("<pad>", "<|im_end|>"), ["<eos>", "<pad>", "<turn|>"])],
+    ids=["tokenizer", "family"],
+)
+def test_end_tokens(texts: tuple[str, ...], expected: list[str]) -> None:
+    """The end tokens of tokenizer and ``generation_config.json`` are spelled as in frames.
 
-
-def test_end_tokens() -> None:
-    """The end tokens of tokenizer and ``generation_config.json`` are spelled as in frames."""
-    told = client(diffusion_gemma_spec(32)).get(MODEL_PATH).json()
-    assert sorted(told["end_tokens"]) == ["<eos>", "<turn|>"]
-
-
-def test_end_tokens_of_a_family() -> None:
-    """Tokens at which a family's loop ends by itself are end tokens too, if a text is one token."""
-    spec = replace(diffusion_gemma_spec(32), end_texts=("<pad>", "<|im_end|>"))
+    Tokens at which a family's loop ends by itself are end tokens too, if a text is one token.
+    """
+    spec = replace(diffusion_gemma_spec(32), end_texts=texts)
     told = client(spec).get(MODEL_PATH).json()
-    assert sorted(told["end_tokens"]) == ["<eos>", "<pad>", "<turn|>"]
+    assert sorted(told["end_tokens"]) == expected
 
 
 def test_end_tokens_without_tokenizer() -> None:
