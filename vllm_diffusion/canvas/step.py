@@ -71,8 +71,8 @@ class StepOutput(NamedTuple):
         num_given: [R], int32, their leading positions that are known tokens.
         kept: [R, C], bool, positions that enter the next step, or are emitted, as they are.
         decided: [R, C], bool, positions whose token this step wrote: the mask was decided or the
-            token replaced; without a mask, another token became the likeliest. Of pinned positions
-            every step counts.
+            token replaced; without a mask, another token became the likeliest. At pinned
+            positions every step counts.
         decided_step: [R, C], int32, the step that last wrote each position, from 1 on; 0 for pinned
             positions, which none writes.
         num_final: [R], int32, leading positions of each canvas that the step is about, where the
@@ -171,7 +171,7 @@ class CanvasStep:
         decided = denoised[:, None] & ((decision.result != before) | slots.pinned)
         written = decided & ~slots.pinned
         decided_step = torch.where(written, step[:, None], slots.decided_step)
-        # Positions that are no noise in the next step.
+        # Positions that are not noise in the next step.
         freed = (position >= slot_pass.free_from[:, None]) & (position < slot_pass.free_to[:, None])
         kept = decision.keep & ~freed
         output = StepOutput(

@@ -222,7 +222,7 @@ def cache_fact(name: str, variable: str, folder: str) -> Fact:
 
 def disk_fact(name: str, path: Path) -> Fact:
     """Judge the place of a folder, which may have to be made."""
-    # Of a folder that this user may not search, os.path says that nothing is there, and pathlib
+    # For a folder that this user may not search, os.path says that nothing is there, while pathlib
     # raises.
     existing = next(each for each in (path, *path.absolute().parents) if os.path.exists(each))
     if not os.access(existing, os.W_OK):

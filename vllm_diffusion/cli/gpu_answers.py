@@ -32,7 +32,7 @@ ASKED: dict[str, Any] = {"temperature": 0.0, "seed": 0, "max_tokens": 192}
 ALONE, AT_ONCE = 5, 16
 # Recorded answers are the same in float32. A fault that was seen changed 239 of 240.
 MOST_DIFFERENT = 2
-# Of a server that has answered everything each of these is 0, at the latest after so many seconds.
+# All 0 on a server that has answered everything, at the latest after so many seconds.
 GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 IDLE_SECONDS = 10.0
 # What may avoid a fault, the cheapest first.
@@ -122,7 +122,7 @@ def serve_and_compare(options: Sequence[str]) -> Answered:
         say(server.log_end())
         return Answered(str(error))
     except Exception as error:
-        # Of the client: the server has failed while it answered.
+        # The client raised it: the server failed while it answered.
         say(server.log_end())
         return Answered(f"The server did not answer: {type(error).__name__}: {error}")
 

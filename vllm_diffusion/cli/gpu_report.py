@@ -186,7 +186,7 @@ def faster_option(results: Sequence[tuple[KernelCase, Outcome]]) -> str:
             times.setdefault(case.impl, []).append(outcome.microseconds)
     default = times.pop("triton", [])
     for impl, others in times.items():
-        # Of every kind of layer.
+        # Only if it was timed for every kind of layer.
         if default and len(others) == len(default) and sum(others) <= (1 - GAIN) * sum(default):
             gain = 1 - sum(others) / sum(default)
             return f"Attention takes {gain:.0%} less time with {attention_option(impl)}"

@@ -24,7 +24,7 @@ from vllm_diffusion.cli.kernel_cases import KernelCase
 REPEATS = 20
 # More than any GPU's cache holds.
 CACHE_BYTES = 256 * 2**20
-# Of a case, most of which a compiler takes.
+# Limit for one case; a compiler takes most of it.
 CASE_SECONDS = 300.0
 
 
@@ -110,7 +110,7 @@ def outcome_of(case: KernelCase, device: str, check: Check = run_case) -> Outcom
     except torch.OutOfMemoryError:
         return Outcome("unknown", "out of memory", is_last=True)
     except (AttributeError, LookupError, ImportError) as error:
-        # Of the check, which shows nothing about the kernel.
+        # The check itself failed, which shows nothing about the kernel.
         return Outcome("unknown", f"{type(error).__name__}: {_one_line(error)}", is_last=True)
     except Exception as error:
         return Outcome("wrong", f"{type(error).__name__}: {_one_line(error)}", is_last=True)

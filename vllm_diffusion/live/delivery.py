@@ -176,7 +176,7 @@ class ReportingProcessor(OutputProcessor):
         for output in engine_core_outputs:
             report = output.routed_experts
             if report is not None and not RequestReport.is_in(report):
-                # Of another model of this process: vLLM hands on which experts its tokens had.
+                # Another model of this process: vLLM hands on which experts its tokens had.
                 of_vllm.append(output)
                 continue
             output.routed_experts = None

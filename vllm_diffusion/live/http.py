@@ -151,7 +151,7 @@ class ResponsesWithCounts(CheckedResponses):
     async def responses_full_generator(
         self, request: Any, sampling_params: Any, results: Any, context: Any, *args: Any, **kw: Any
     ) -> Any:
-        # Of streams it makes the last event.
+        # In a stream it is the last event.
         stock = super().responses_full_generator
         response = await stock(request, sampling_params, results, context, *args, **kw)
         usage, last = getattr(response, "usage", None), getattr(context, "last_output", None)
@@ -272,7 +272,7 @@ async def _with_events(
         chunks: Makes events of frames and step maps.
     """
     watched = items_of(result_generator, chunks.inbox)
-    # Of one event: a client that reads slowly makes vLLM wait.
+    # It holds one event: a client that reads slowly makes vLLM wait.
     ready: asyncio.Queue[str | Exception | None] = asyncio.Queue(maxsize=1)
 
     async def outputs() -> AsyncGenerator[Any, None]:

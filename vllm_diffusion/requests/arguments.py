@@ -71,7 +71,7 @@ _LIKELIHOOD = (
     "is not served: a likelihood that is estimated by drawing masks takes many passes for a number; score by "
     "logprobs of a generated answer, or leave it out."
 )
-# Of publishers' arguments those that are not served, with the reason and the remedy.
+# Publishers' arguments that are not served, with the reason and the remedy.
 _NOT_SERVED = {
     "cfg_scale": "is not served: guidance runs the model twice a step, on the prompt and without it; leave "
     "it out.",

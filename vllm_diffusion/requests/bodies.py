@@ -17,7 +17,7 @@ body_number: ContextVar[int] = ContextVar("body_number", default=0)
 
 # Seconds without a byte of a body, and until the whole of one.
 _LONGEST_PAUSE, _LONGEST = 30.0, 300.0
-# Of the rest of a body that was refused.
+# Limit for reading the rest of a body that was refused.
 _LONGEST_REST = 30.0
 # Bodies of the most bytes that are kept at once, and what each has kept whatever others have: as
 # many bytes as uvicorn itself keeps of one that nobody reads.

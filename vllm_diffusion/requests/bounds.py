@@ -32,7 +32,7 @@ Problem = tuple[str, str, Any]
 _MOST_ENTRIES = {"allowed_token_ids": 1024, "logit_bias": 1024, "stop_token_ids": 127}
 # Characters of a stop string or a bad word: 5 million take the tokenizer 20 s.
 MOST_OF_A_WORD = 10_000
-# Of all of them: each answer of a request takes its own copy, in tokens, to the engine.
+# Characters of all of them: each answer of a request takes its own copy, in tokens, to the engine.
 MOST_OF_WORDS = 32_000
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 UINT64_MAX = 2**64 - 1
@@ -68,8 +68,8 @@ def _sent(low: int) -> NumberBounds:
     return NumberBounds(low, INT64_MAX, "the engine is sent numbers of 64 bits")
 
 
-# Of vLLM's SamplingParams. Fields that vLLM bounds more tightly itself are here for those who set
-# them past its checks, as vllm.LLM lets them.
+# Bounds of vLLM's SamplingParams. Fields that vLLM bounds more tightly are here too, since vllm.LLM
+# lets them be set past its checks.
 SAMPLING_PARAMS: Mapping[str, NumberBounds] = {
     "top_k": _sent(-1),
     "max_tokens": _sent(1),

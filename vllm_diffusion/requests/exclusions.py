@@ -18,8 +18,8 @@ from vllm_diffusion.requests.bounds import Problem
 from vllm_diffusion.requests.checked_request import CheckedRequest
 from vllm_diffusion.requests.refusals import CONSTRAINT, clients_name
 
-# Of log-probabilities that a server keeps until their tokens are emitted: room for each position of
-# each request's canvas, as wide as the widest request. A pass reports at most as many.
+# Log-probabilities are kept until their tokens are emitted: this bounds the room for each position
+# of each request's canvas, as wide as the widest request. A pass reports at most as many.
 MOST_LOGPROBS_BYTES = 2**30
 # A token id of 64 bits, and a float32.
 _BYTES_A_LOGPROB = 12

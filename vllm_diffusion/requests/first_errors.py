@@ -15,7 +15,7 @@ from pydantic_core import SchemaValidator
 
 # Kinds of schemas whose values have any number of items, each of which may be bad.
 _MANY = ("list", "tuple", "set", "frozenset", "dict")
-# Of a schema, what holds no schemas that validate.
+# Keys of a schema that hold no further schemas.
 _VALUES = ("default", "metadata", "serialization")
 
 

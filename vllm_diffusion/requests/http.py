@@ -58,7 +58,7 @@ _MEDIA = re.compile(rb'(?:;base64,|"data"\s*:\s*")[A-Za-z0-9+/=_\\-]+')
 _NO_STRUCTURE = bytes({*range(256)} - {*b'"{[:'})
 # Key in the scope of a request that is refused: an object that its error gets.
 DETAILS = "vllm_diffusion.details"
-# Of vLLM's protocols: it takes ``structured_outputs`` for a mapping before anything has checked it.
+# Validator of vLLM's protocols that takes ``structured_outputs`` for a mapping unchecked.
 _COUNTS_CONSTRAINTS = "check_structured_outputs_count"
 _NOT_TAKEN = (
     "is not taken by this endpoint; ask /v1/chat/completions or /v1/completions, or leave it out."
@@ -176,7 +176,7 @@ def _noted(handler: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any]
         body = json.loads(getattr(response, "body", None) or b"{}")
         said = body.get("error") if isinstance(body, dict) else None
         if not isinstance(said, dict):
-            # Of paths that there are not, and of sockets.
+            # An answer about an unknown path, or to a socket.
             return response
         path, status = request.url.path, response.status_code
         if status < HTTPStatus.INTERNAL_SERVER_ERROR or status == HTTPStatus.NOT_IMPLEMENTED:
@@ -256,7 +256,7 @@ class BoundedBodies:
         if body is None:
             return None
         _check_length(len(body), self._most)
-        # Of a form no part is read as JSON.
+        # No part of a form is read as JSON.
         is_form = headers.get(b"content-type", b"").lower().startswith(b"multipart/")
         # Each object has a byte at least.
         if len(body) > min(self._most_text, bounds.MOST_OBJECTS):
@@ -448,7 +448,7 @@ def _text_field(request: Any, field: str, fields: Mapping[str, Any], model_confi
     if is_suffix:
         check_room(0, request.max_tokens or 0, spec.length)
         return value
-    # Of the protocols Anthropic's makes another of its body, whose arguments are numbers and text.
+    # Anthropic's protocol is turned into another body, which takes numbers and text only.
     if not isinstance(request, OpenAIBaseModel):
         refuse(field, _NOT_TAKEN)
     predicted_text(value, field)

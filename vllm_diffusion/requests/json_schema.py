@@ -137,7 +137,7 @@ def _converted(convert: Callable[[Any], Any], value: Any) -> Any:
             f"is nested too deeply; up to {bounds.MOST_LEVELS} levels are supported"
         ) from None
     except (ValueError, TypeError) as error:
-        raise SchemaError(f"is no JSON: {error}") from None
+        raise SchemaError(f"is not JSON: {error}") from None
 
 
 def _copied(schema: Any) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from typing import Any, ClassVar
 from vllm_diffusion.requests.guidance import EBNF, compile_problem
 from vllm_diffusion.requests.threads import LeavableThreads, deep_thread
 
-# Of a core, for all that a reading compiles. The largest schemas that are accepted take 1 s.
+# CPU seconds for all that one reading compiles. The largest accepted schemas take 1 s.
 MOST_SECONDS = 5
 _MOST_BYTES = 4 * 2**30
 _IMPORT_SECONDS = 120

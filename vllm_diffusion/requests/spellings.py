@@ -23,8 +23,8 @@ _GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "gramm
     "guided_whitespace_pattern": "whitespace_pattern",
     "guided_decoding_backend": "",
 }
-# Of SGLang, llama.cpp, TGI and TabbyAPI, by the field of ``structured_outputs`` that has the same
-# purpose. Their values differ: grammars have other syntaxes, schemas may be text.
+# Fields of SGLang, llama.cpp, TGI and TabbyAPI, and the field of ``structured_outputs`` with the
+# same purpose. Their values differ: grammars have other syntaxes, schemas may be text.
 _ELSEWHERE = {
     "json_schema": "json",
     "regex": "regex",
@@ -154,7 +154,7 @@ def _forms(request: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     }
     for field, form in forms.items():
         if form is not None:
-            # Of a batch it has not been read.
+            # vLLM has not parsed it in a batch.
             read = form if isinstance(form, Mapping) else dict(members(form))
             yield field, {"type": None, **read}
 

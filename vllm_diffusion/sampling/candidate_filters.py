@@ -179,7 +179,7 @@ def draw_filtered(
         judges_kept: True to measure what is kept too.
     """
     divisor = draws.temperature * draws.rate
-    # Of the very numbers that thresholds are compared with: another kernel's differ in a bit.
+    # From the very numbers that thresholds are compared with: another kernel's differ in a bit.
     maximum = head.gather(largest_logit(logits, divisor)).amax(dim=0)
     keys = thresholds(logits, divisor, maximum, filters, vocab_size, head)
     own = draw(logits, divisor, maximum, keys, draws)

@@ -233,7 +233,7 @@ class EmittedLogprobs:
         if self._has_seeds:
             assert self._committed is not None
             committed, seeding = self._committed[slot], pass_rows.of_slots.seeding[slot]
-            # Of a draft only what its commit draws is emitted.
+            # A draft emits only what its commit draws.
             is_read = self._slots.way.choose(
                 lambda way: way.layout.verifies,
                 lambda verifies: committed if verifies else self._decided(step)[slot, position],

@@ -268,7 +268,7 @@ class RowAdjustments:
             readable_row = always = _NUM_LISTS * slot + _READABLE
             self._lists.write(readable_row, listed, other)
         if allowed:
-            # Of ids that are readable, those that are allowed.
+            # The allowed ids among the readable ones.
             listed = {i: 0.0 for i in allowed if readable is None or i in listed}
             other = _FORBIDDEN
         if bias:

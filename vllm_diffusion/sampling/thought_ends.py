@@ -33,7 +33,7 @@ class ThoughtEnds:
         R, device = slots.num_slots, slots.device
         self._slots = slots
         self._owned: dict[int, tuple[int, ...]] = {}
-        # Of each slot the number of tokens, the prompt's length, ``max_tokens``, and the tokens.
+        # For each slot the number of tokens, the prompt's length, ``max_tokens``, and the tokens.
         self._held = torch.zeros(R, 3 + MOST_THOUGHT_END, dtype=torch.int64, device=device)
         self.position = torch.full((R,), -1, dtype=torch.int64, device=device)
         self.token = torch.zeros(R, dtype=torch.int64, device=device)

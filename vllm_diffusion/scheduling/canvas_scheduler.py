@@ -211,7 +211,7 @@ class CanvasScheduling(Scheduler):
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> ScheduledRequest:
         """Describe a request for its layout of canvases."""
-        # Of the prompt, or of an emitted canvas; a pass in flight is assumed to emit its canvas.
+        # Tokens of the prompt or an emitted canvas; a pass in flight is assumed to emit its canvas.
         num_uncomputed = request.num_tokens + request.num_output_placeholders - num_computed_tokens
         is_at_prompt = not request.spec_token_ids
         width = self._canvas_width(request, request.num_tokens)

@@ -54,7 +54,7 @@ class PrefixHashes:
             if num_needed > len(tokens):
                 break
             start, end = i * size, (i + 1) * size
-            # Of pictures too, whose tokens are all the same.
+            # Include pictures: their tokens are all the same.
             extra, _ = generate_block_hash_extra_keys(request, start, num_needed, 0)
             parent = new[-1] if new else request.block_hashes[-1] if i else None
             # The number of tokens too: where this block of the model ends says where all others do.

@@ -29,7 +29,7 @@ class _Turn:
     number: int
     # How many requests had come when it came.
     arrival: int
-    # It was let in and has not run since: what it waits for is no place of another.
+    # It was let in and has not run since: it does not wait for another's place.
     is_let_in: bool = False
 
 

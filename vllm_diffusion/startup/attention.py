@@ -78,7 +78,7 @@ def choose_attention(chosen: AttentionBackendEnum | None, setting: str) -> Atten
     if setting == "cute":
         from attention_kernels.canvas_attention.cute.launch import HEAD_DIMS
 
-        # Of a GPU that FlashAttention-4 has kernels for, layers without one run Triton.
+        # On a GPU that FlashAttention-4 supports, layers for which it has no kernel run Triton.
         capability = current_platform.get_device_capability()
         if capability is None or capability.major not in HEAD_DIMS:
             raise ValueError(

@@ -69,7 +69,7 @@ logger = logging.getLogger("vllm.vllm_diffusion")
 # Block sizes of the KV cache are multiples of this (CanvasAttentionBackend).
 _KERNEL_BLOCK = 16
 SCHEDULER = "vllm_diffusion.scheduling.canvas_scheduler.canvas_scheduler"
-# Of a GPU; the CPU platform has its own.
+# The worker on a GPU; the CPU platform has its own.
 WORKER = "vllm_diffusion.runner.canvas_worker.CanvasWorker"
 
 

@@ -45,7 +45,7 @@ def _tokenizers_mask(model_config: ModelConfig) -> tuple[str, list[int]]:
     """Return the tokenizer's mask token and its ids in the tokenizer's files; none if unknown."""
     from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
-    # Of a checkpoint on the hub each file is a request.
+    # For a checkpoint on the hub each file is a request.
     @functools.cache
     def read(name: str) -> dict[str, Any]:
         found = get_hf_file_to_dict(name, model_config.tokenizer, model_config.tokenizer_revision)

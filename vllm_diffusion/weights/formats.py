@@ -263,7 +263,7 @@ def _names(name: str, value: Any) -> list[str]:
         try:
             re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
         except re.error as error:
-            raise _refused(name, entry, f"is no regular expression ({error})") from None
+            raise _refused(name, entry, f"is not a regular expression ({error})") from None
     return value
 
 

@@ -74,7 +74,7 @@ class Place:
             self.end in self.layer._parameters
             and self.size > 0
             and self.end not in _NOT_STORED
-            # Of activations that are not quantised; vLLM makes them for experts all the same.
+            # vLLM makes them for experts even if activations are not quantised.
             and not (self.end.endswith(_INPUT_SCALES) and getattr(method, "use_a16", False))
             # vLLM makes them for experts in GPTQ, and takes them away where none was loaded.
             and not (

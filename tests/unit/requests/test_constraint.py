@@ -127,7 +127,7 @@ def test_white_space_that_is_none(pattern: str) -> None:
         ({"json": {"type": "integer", "multipleOf": True}}, "#/multipleOf"),
         ({"json": {"type": "integer", "multipleOf": 0}}, "#/multipleOf"),
         ({"json": {"properties": []}}, "#/properties: [] is not of type 'object'"),
-        ({"json": "{"}, "is no JSON"),
+        ({"json": "{"}, "is not JSON"),
         ({"json": "5"}, "must be an object"),
         ({"json": {"const": 1 - 2**63}}, "#/const, with an integer beyond"),
         ({"json": {"type": "array", "minItems": 10**9}}, "minItems"),

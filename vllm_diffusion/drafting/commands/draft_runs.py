@@ -32,7 +32,7 @@ from vllm_diffusion.drafting.commands.prompt_sets import Prompt, answer
 MODEL_NAME = "target"
 # Each round asks the same again.
 _OPTIONS = ("--served-model-name", MODEL_NAME, "--no-enable-prefix-caching")
-# Of errors pydantic names the field and what is wrong with it in the next two lines.
+# pydantic names the field, and what is wrong with it, in the two lines after an error.
 _ERROR = r"(?:\w+\.)*\w*(?:Error|Exception): (?:\d+ validation errors? for .*\n.*\n.*|\S.*)"
 # Why a server did not start: as this package reports it, else vLLM's parser, else the first error,
 # which is the cause of those after it.

@@ -94,7 +94,7 @@ def _speed(result: Result, baseline: Result, concurrency: int) -> dict[str, str]
     times = [] if baseline.failure else ratios(rounds, others)
     used = [] if baseline.failure else processor_ratios(rounds, others)
     counts = [each.counted for each in rounds]
-    # Of all requests, the mean.
+    # Mean over all requests.
     first_token = sum(n.first_token_seconds for n in counts) / sum(n.requests for n in counts)
     row = {
         "way" if result.contender.rule else "draft": result.contender.name,

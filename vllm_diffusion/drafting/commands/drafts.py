@@ -59,7 +59,7 @@ class Preset:
         return shlex.join([*arguments, *self.options])
 
 
-# Of z-lab's drafts where nothing else is stated: its command line for vLLM proposes 15.
+# z-lab's drafts, where nothing else is stated: its command line for vLLM proposes 15.
 _DEFAULT_BLOCK = 16
 
 

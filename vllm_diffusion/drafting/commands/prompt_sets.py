@@ -190,5 +190,5 @@ def answer(
             completion = client.completions.create(prompt=given, **options)
         return tuple(completion.choices[0].token_ids)
     except Exception as error:
-        # Of the HTTP library or of the client's.
+        # Raised by the HTTP library or by the client.
         raise AnswerError(reason(error)) from error

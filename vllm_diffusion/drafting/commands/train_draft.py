@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # File of a trained draft: tokens a verification of it and of the one that it began with, and
 # whether it is better.
 COMPARISON = "comparison.json"
-# Of the time that is left after the extraction: the drafts are compared in the rest.
+# Share of the time that is left after the extraction; the drafts are compared in the rest.
 _SHARE_OF_TRAINING = 0.7
 _TICK_SECONDS, _LONGEST_TICK = 0.5, 5.0
 

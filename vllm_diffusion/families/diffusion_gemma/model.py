@@ -208,7 +208,7 @@ class DiffusionGemmaForBlockDiffusion(
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
     is_3d_moe_weight = True
-    # Of these a checkpoint has at least one: the encoder's scalar of a layer, and the decoder's.
+    # A checkpoint has at least one of these: the encoder's scalar of a layer, and the decoder's.
     loaded_buffers = ("layer_scalar", "decoder_scalar")
     # Otherwise vLLM's own state leaves out pictures that are larger than the window.
     mm_prefix_clamp_sliding_window = True

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.vllm_diffusion")
 _SAMPLER_CLASS = "EntropyBoundSamplerConfig"
-# Of google/diffusiongemma-26B-A4B-it, and what transformers denoises with where a file is silent.
+# google/diffusiongemma-26B-A4B-it's values; transformers takes them where a file is silent.
 _PUBLISHED = {
     "max_denoising_steps": 48,
     "entropy_bound": 0.1,

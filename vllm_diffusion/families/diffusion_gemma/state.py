@@ -45,7 +45,7 @@ class DiffusionGemmaModelState(EmbeddedModelState):
             self.model_config.supports_multimodal_inputs
             and getattr(text_config, "use_bidirectional_attention", None) == "vision"
         )
-        # Of each request: the first token of an image, and the one after its last.
+        # By request: the first token of each image, and the one after its last.
         self._image_spans: dict[str, list[tuple[int, int]]] = {}
 
     def _compile(self, backend: str | None) -> None:

@@ -48,7 +48,7 @@ OPTIONS: dict[str, Any] = {
     "at_request_temperature": False,
     "spreads_masks": True,
 }
-# Of LLaDA and LLaDA-MoE.
+# Defaults of LLaDA and LLaDA-MoE.
 _SETTINGS: dict[str, float | str] = {
     "reveal_threshold": 0.9,
     "strategy": "static",

@@ -17,7 +17,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.models.qwen2_vl import Qwen2VLDummyInputsBuilder, Qwen2VLProcessingInfo
 from vllm.multimodal.parse import ImageProcessorItems, MultiModalDataItems
 
-# Of Qwen2-VL's ``smart_resize``.
+# The bound of Qwen2-VL's ``smart_resize``.
 _LONGEST_SIDE = 200
 
 image_processor = lru_cache(Qwen2VLImageProcessorPil.from_pretrained)

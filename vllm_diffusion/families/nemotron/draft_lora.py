@@ -50,7 +50,7 @@ def find_draft_lora(model_config: ModelConfig) -> DraftLora | None:
     path = checkpoint_file(model_config, FOLDER, CONFIG)
     if path is None:
         return None
-    # Of a repository, one file is fetched at a time.
+    # One file of a repository is fetched at a time.
     checkpoint_file(model_config, FOLDER, WEIGHTS)
     config, folder = model_config.hf_config, path.parent
     module = Module(config.hidden_size, config.num_attention_heads * config.head_dim)

@@ -81,7 +81,7 @@ class NemotronLabsDiffusionEngineConfig(MaskedEngineConfig):
     @classmethod
     def default_rule(cls, model_config: ModelConfig) -> str:
         """Return the rule of weights by ``dlm_paradigm``, the attention that they were trained
-        with. Of ``"autoregressive"`` blocks were never seen to be right; the published methods do
+        with. Blocks of ``"autoregressive"`` were never seen to be right; the published methods do
         not look at it.
         """
         if getattr(model_config.hf_config, "dlm_paradigm", None) == AUTOREGRESSIVE:

@@ -19,7 +19,7 @@ from vllm_diffusion.requests.readers import Reading, read_aside
 from vllm_diffusion.requests.tool_calls.schema_reader import ToolSchemaError, read_arguments
 from vllm_diffusion.requests.tool_calls.value_forms import ANYTHING, Members
 
-# Of the requests of late. An agent sends the same tools at each turn.
+# Tools of the last requests that are kept: an agent sends the same ones at each turn.
 _MOST_REMEMBERED = 32
 
 
