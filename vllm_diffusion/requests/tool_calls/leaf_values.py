@@ -178,7 +178,7 @@ def _has_open_alternative(text: str) -> bool:
 
 
 def _in_rust(pattern: str) -> str:
-    """Write an expression of ECMA's, whose classes are of ASCII, as Rust's, whose are of Unicode.
+    """Translate an ECMAScript expression (classes of ASCII) to Rust's (classes of Unicode).
 
     Raises:
         UnwritableError: If it has an escape or a class that the two read differently.
