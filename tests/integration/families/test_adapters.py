@@ -10,16 +10,35 @@ from vllm.lora.request import LoRARequest
 
 from tests.support.engines.engine import TracedEngine
 from tests.support.engines.generate import tokens_of_batch
-from tests.support.families.cases import CASES, DREAM, InTime, Wanted, expected
+from tests.support.families import dream
+from tests.support.families import makers as tiny
+from tests.support.families.cases import CASES, Asked, Case, Wanted, expected
 from tests.support.families.llada2_model import separate_experts
 from tests.support.families.makers import LLaDA
 from tests.support.families.model import prompt_of
+from tests.support.families.run import Run
 from tests.support.models.adapters import LINEAR, adapt, rename
 
 pytestmark = pytest.mark.engine
 
 
-FAMILIES = CASES | {"dream": DREAM}
+class InTime(Wanted):
+    """The settings of a request to Dream, which has steps for a whole answer."""
+
+    def extra_args(self) -> dict[str, Any]:
+        return {"diffusion_max_steps": 12}
+
+
+def _dream(asked: Asked) -> Run:
+    return dream.generate(
+        **asked.common,
+        max_new_tokens=asked.wanted.max_tokens,
+        steps=asked.wanted.extra_args()["diffusion_max_steps"],
+        alg="entropy",
+    )
+
+
+FAMILIES = CASES | {"dream": Case(tiny.dream, _dream)}
 # PEFT's modules of each family's layers, experts among them.
 TARGETS: dict[str, Any] = {
     **dict.fromkeys(FAMILIES, rf".*\.(self_attn|mlp)\.{LINEAR}"),

@@ -18,9 +18,11 @@ import pytest
 import torch
 
 from tests.support.engines.engine import TracedEngine
-from tests.support.families.cases import CASES, DREAM, InTime, Wanted, expected
+from tests.support.families import dream, run
+from tests.support.families import makers as tiny
+from tests.support.families.cases import CASES, Case, Wanted, expected
 from tests.support.families.makers import LLaDA
-from tests.support.families.model import prompt_of
+from tests.support.families.model import MASK_ID, prompt_of
 from tests.support.families.published import files_of
 from tests.support.models.checkpoints import copy_checkpoint, randomize
 from tests.support.models.prompts import prompt_of as gemma_prompt_of
@@ -42,7 +44,7 @@ class Sized:
     """A checkpoint at its published width.
 
     Attributes:
-        case: Name in ``CASES``, or Dream's.
+        case: Name in ``CASES``.
         file: Its id, and revision.
         lengths: Tokens of prompts.
         num_layers: Of the model; ``None`` for all.
@@ -92,7 +94,6 @@ SIZED = [
             *(("max_position_embeddings", 40960), ("num_hidden_layers", 28)),
         ),
     ),
-    Sized("dream", ("Dream-org/Dream-v0-Instruct-7B",), (30, 1900)),
 ]
 
 
@@ -107,10 +108,9 @@ def published_sizes(file: Sequence[str], num_layers: int | None, **sizes: Any) -
     return taken | sizes | ({} if num_layers is None else {"num_hidden_layers": num_layers})
 
 
-def asked(length: int, sized: Sized) -> tuple[list[int], Wanted]:
+def asked(length: int, max_tokens: int) -> tuple[list[int], Wanted]:
     """Return a prompt and what its request sets: few passes, since each runs the whole loop."""
-    kind = InTime if sized.case == "dream" else Wanted
-    return prompt_of(length, seed=length), kind(max_tokens=sized.max_tokens, threshold=0.02)
+    return prompt_of(length, seed=length), Wanted(max_tokens=max_tokens, threshold=0.02)
 
 
 @pytest.mark.parametrize("sized", SIZED, ids=lambda sized: sized.file[0].split("/")[1])
@@ -118,14 +118,14 @@ def test_published_width(sized: Sized, tmp_path: Path) -> None:
     """Greedy tokens of a model of published width are the published loop's, for prompts on both
     sides of the limits in its file, in one batch.
     """
-    case = (CASES | {"dream": DREAM})[sized.case]
+    case: Case = CASES[sized.case]
     sizes = published_sizes(sized.file, sized.num_layers, **dict(sized.sizes))
     model = case.make(sharpness=12.0, **sizes)
     config = getattr(model.body, "config", None)
     if hasattr(config, "_attn_implementation"):
         # Eager attention keeps all weights of a long prompt.
         config._attn_implementation = "sdpa"
-    requests = [asked(length, sized) for length in sized.lengths]
+    requests = [asked(length, sized.max_tokens) for length in sized.lengths]
     with torch.inference_mode():
         wanted = [expected(case, model, prompt, one).tokens for prompt, one in requests]
     # By another name the path may say another way of training.
@@ -143,6 +143,44 @@ def test_published_width(sized: Sized, tmp_path: Path) -> None:
     assert found == wanted
     print(f"{sized.file[0]}: {sum(map(len, found))} tokens equal after {list(sized.lengths)}")
     assert len({token for tokens in wanted for token in tokens}) > sum(map(len, wanted)) // 3
+
+
+def test_published_width_of_dream(tmp_path: Path) -> None:
+    """The same of Dream, whose loop has settings of its own."""
+    from vllm import SamplingParams
+
+    file, num_tokens = "Dream-org/Dream-v0-Instruct-7B", 24
+    model = tiny.dream(sharpness=12.0, **published_sizes((file,), 2))
+    model.body.config._attn_implementation = "sdpa"
+    prompts = [prompt_of(length, seed=length) for length in (30, 1900)]
+    own = {"alg": "entropy", "steps": 6}
+    with torch.inference_mode():
+        wanted = [
+            dream.generate(
+                run.suppress(model, [MASK_ID]),
+                prompt,
+                max_new_tokens=num_tokens,
+                mask_id=MASK_ID,
+                **own,
+            ).tokens
+            for prompt in prompts
+        ]
+    folder = model.save(tmp_path)
+    del model
+    gc.collect()
+    arguments = {"diffusion_algorithm": "entropy", "diffusion_max_steps": 6}
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=num_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args=arguments,
+    )
+    with TracedEngine(folder, max_num_seqs=2, max_model_len=2048) as engine:
+        outputs = engine.outputs(prompts, [params] * 2)
+    found = [list(output.outputs[0].token_ids) for output in outputs]
+    assert found == [tokens[:num_tokens] for tokens in wanted]
+    print(f"{file}: {sum(map(len, found))} tokens equal after [30, 1900]")
 
 
 def test_published_width_of_diffusion_gemma(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tests.support.families import (
     bd3lm,
-    dream,
     dream_reasoner,
     fast_dllm,
     llada,
@@ -419,26 +418,6 @@ CASES: dict[str, Case] = {
     "llada-moe": _whole(tiny.llada_moe, _llada),
     "illada": _whole(tiny.illada, partial(_llada, is_growing=True)),
 }
-
-
-class InTime(Wanted):
-    """The settings of a request to Dream, which has steps for a whole answer."""
-
-    def extra_args(self) -> dict[str, Any]:
-        return {"diffusion_max_steps": 12}
-
-
-def _dream(asked: Asked) -> Run:
-    return dream.generate(
-        **asked.common,
-        max_new_tokens=asked.wanted.max_tokens,
-        steps=asked.wanted.extra_args()["diffusion_max_steps"],
-        alg="entropy",
-    )
-
-
-# The one family without blocks, which takes :class:`InTime`.
-DREAM = Case(tiny.dream, _dream)
 
 # One for each way in which canvases lie, and the one whose rows are routed by block.
 LAYOUTS = ("sdar", "sdar-block-32", "llada2.1", "llada2.2", "nemotron", "fast-dllm")
