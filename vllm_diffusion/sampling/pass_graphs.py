@@ -168,7 +168,7 @@ class PassGraphs:
         )
 
     def _canvases_of(self, index: np.ndarray | None, is_graphed: bool) -> Sequence[Tensor]:
-        """Cut rows into parts of a canvas's length, on the device.
+        """Cut rows into parts that are looked at again at once, on the device.
 
         Args:
             index: [n], int64, which rows of the pass; ``None`` for none.
@@ -182,10 +182,11 @@ class PassGraphs:
 
     @property
     def num_again(self) -> int:
-        """Rows that are looked at again at once: a canvas's, but where it holds a whole
-        sequence.
+        """Rows that are looked at again at once: a canvas's, but where it holds a whole sequence;
+        on a CPU, where each call costs more than its rows, those of several.
         """
-        return min(self._length, MOST_ROWS_AGAIN)
+        is_cpu = self._pass_rows.index.device.type == "cpu"
+        return MOST_ROWS_AGAIN if is_cpu else min(self._length, MOST_ROWS_AGAIN)
 
     @property
     def _length(self) -> int:

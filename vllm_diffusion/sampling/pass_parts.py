@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
@@ -152,7 +153,15 @@ class PassParts:
         is_all = used.read is None
         some = settings.select(slice(len(rows)) if is_all else torch.from_numpy(used.read))
         adjustments = settings.adjustments_of(some, used)
-        self.statistics.sample(rows[some.rows], some, settings.draws(some), adjustments, used)
+        draws = settings.draws(some)
+        if used.filtered is not None and not rows.is_cuda:
+            # What they draw is drawn again from what their filter keeps: noise here is for nothing.
+            again = (
+                used.filtered if used.read is None else np.searchsorted(used.read, used.filtered)
+            )
+            greedy = draws.request_temperature.index_fill(0, torch.from_numpy(again), 0.0)
+            draws = draws._replace(request_temperature=greedy)
+        self.statistics.sample(rows[some.rows], some, draws, adjustments, used)
 
     def filtered_rows(self, index: Tensor, hidden: Tensor, used: UsedSettings) -> None:
         """Draw new candidates of rows with filters. The same row may come again.
