@@ -52,7 +52,8 @@ SERVERS: dict[str, Any] = {
         [*PARSERS, "--additional-config", ALL],
         {"canvas": 32, "ways": ("entropy_bound", "linear_spec", "autoregressive")},
     ),
-    "synchronous": lambda folder: (SHIPPED, [*PARSERS, "--no-async-scheduling"], {"canvas": 32}),
+    # The others are synchronous, as a CPU serves by default.
+    "asynchronous": lambda folder: (SHIPPED, [*PARSERS, "--async-scheduling"], {"canvas": 32}),
     "sdar": lambda folder: (
         shipped_checkpoint("sdar"),
         ["--tool-call-parser", "hermes", "--enable-auto-tool-choice"],
