@@ -58,9 +58,17 @@ def recorded() -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
 
 
 def compile_for(
-    chip: str, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    chip: str,
+    kernel: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    loops: bool = False,
 ) -> dict[str, Any]:
-    """Compile one launch for a chip, and return what Triton and the assembler report."""
+    """Compile one launch for a chip, and return what Triton and the assembler report.
+
+    With ``loops`` its innermost loops too, which takes as long as to compile it.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -119,13 +127,14 @@ def compile_for(
         ).stderr
     # Stack is not spills: a kernel may use some for other reasons.
     stores, loads = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report).groups()
-    return {
+    found = {
         "kernel": kernel.__name__,
         "registers": int(re.search(r"Used (\d+) registers", report).group(1)),
         "spilled_bytes": int(stores) + int(loads),
         "shared_memory": compiled.metadata.shared,
         "num_warps": compiled.metadata.num_warps,
     }
+    return found | {"loops": innermost_loops(compiled.asm["cubin"])} if loops else found
 
 
 def run_uninterpreted(path: str, *arguments: str) -> list[Any]:
@@ -135,6 +144,80 @@ def run_uninterpreted(path: str, *arguments: str) -> list[Any]:
     command = [sys.executable, path, *arguments]
     result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def told_of(tool: str, option: str, *, cubin: bytes) -> str:
+    """Return what a tool inside Triton's package prints of a compiled kernel."""
+    import triton
+
+    path = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run(
+            [path, option, file.name], capture_output=True, text=True, check=True
+        ).stdout
+
+
+def innermost_loops(cubin: bytes) -> list[dict[str, int]]:
+    """Return for each innermost loop its instructions, and those for tensor cores.
+
+    An instruction here is one of the machine's, whatever the program was written in; a loop is what
+    lies between a label and a branch back to it. ``least`` are those of the shortest way through
+    it, by the branches forward.
+    """
+    text = told_of("nvdisasm", "-c", cubin=cubin)
+    labels: dict[str, int] = {}
+    names: list[str] = []
+    # Of instructions that branch: where to, and whether always; with a suffix they ask something
+    # first.
+    branches: dict[int, tuple[str, bool]] = {}
+    for line in text.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label.group(1)] = len(names)
+            continue
+        found = re.match(
+            r"\s*/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z]\w*)(\.(?:U|DIV|CONV)\s)?", line
+        )
+        if found is None:
+            continue
+        if found.group(2) == "BRA" and (target := re.search(r"`\((\.L_x_\d+)\)", line)):
+            branches[len(names)] = target.group(1), not (found.group(1) or found.group(3))
+        names.append(found.group(2))
+    # The last branch of a program jumps to itself, so that nothing after it runs.
+    loops = [
+        (labels[target], at + 1)
+        for at, (target, _) in branches.items()
+        if labels[target] <= at < len(names) and labels[target] < at
+    ]
+    inner = [
+        (a, b)
+        for a, b in loops
+        if not any((a, b) != (c, d) and a <= c and d <= b for c, d in loops)
+    ]
+
+    def least(first: int, end: int) -> int:
+        steps = {first: 0}
+        for at in range(first, end):
+            if at not in steps:
+                continue
+            target, always = branches.get(at, ("", False))
+            # The last one branches back, or goes on.
+            following = [] if always and at < end - 1 else [at + 1]
+            if at < labels.get(target, -1) <= end:
+                following.append(labels[target])
+            for then in following:
+                steps[then] = min(steps.get(then, end), steps[at] + 1)
+        return steps.get(end, end - first)
+
+    return [
+        {
+            "instructions": b - a,
+            "least": least(a, b),
+            "tensor": sum("MMA" in name for name in names[a:b]),
+        }
+        for a, b in inner
+    ]
 
 
 def variant(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
