@@ -7,7 +7,7 @@ token of a pin that is not allowed, are checked in ``validation.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from vllm_diffusion.requests.arguments import BOOST, PREFIX
 from vllm_diffusion.requests.bounds import Problem
 from vllm_diffusion.requests.checked_request import CheckedRequest
 from vllm_diffusion.requests.refusals import CONSTRAINT, clients_name
+from vllm_diffusion.requests.texts import field_of
 
 # Log-probabilities are kept until their tokens are emitted: this bounds the room for each position
 # of each request's canvas, as wide as the widest request. A pass reports at most as many.
@@ -175,9 +176,7 @@ def _refused_by_way(request: CheckedRequest) -> Iterator[Problem]:
             refused = {own: f"has no effect on an answer: {remedy}"}
             refused = {} if (own, value) == ("canvas_length", 1) else refused
         if own in refused:
-            # OpenAI's fields have no prefix; its prediction is an object.
-            is_openai = own == "suffix" or isinstance(value, Mapping)
-            yield own if is_openai else name, refused[own], value
+            yield field_of(own, value), refused[own], value
 
 
 def _refused_by_server(request: CheckedRequest) -> Iterator[Problem]:

@@ -59,7 +59,7 @@ def brought_tokens(request: CheckedRequest) -> dict[str, Any]:
     extra_args, processor = request.params.extra_args or {}, request.processor
     sent = extra_args.get(PREFIX + "prediction")
     predicts_prompt = sent == PROMPT
-    field = _prediction_field(sent)
+    field = field_of("prediction", sent)
     predicted = _tokens(field, _prediction_text(extra_args, processor), processor)
     if (length := request.num_prompt if predicts_prompt else len(predicted)) > MOST_PREDICTED:
         refuse(
@@ -75,9 +75,11 @@ def brought_tokens(request: CheckedRequest) -> dict[str, Any]:
     }
 
 
-def _prediction_field(sent: Any) -> str:
-    """Return the field in which a client has sent a prediction: OpenAI's is an object."""
-    return "prediction" if isinstance(sent, Mapping) else PREFIX + "prediction"
+def field_of(name: str, value: Any) -> str:
+    """Return the field in which a client has sent an argument, given without its prefix."""
+    # OpenAI's prediction is an object.
+    is_openai = name == "suffix" or (name == "prediction" and isinstance(value, Mapping))
+    return name if is_openai else PREFIX + name
 
 
 def predicted_text(sent: Any, field: str) -> str:
@@ -157,7 +159,7 @@ def _prediction_text(extra_args: Mapping[str, Any], processor: Any) -> str:
     sent = extra_args.get(PREFIX + "prediction")
     if sent is None or sent == PROMPT:
         return ""
-    field = _prediction_field(sent)
+    field = field_of("prediction", sent)
     if not (text := predicted_text(sent, field)):
         return ""
     _check_tokenizer(field, processor.tokenizer)
