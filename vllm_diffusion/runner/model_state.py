@@ -28,10 +28,10 @@ from vllm_diffusion.canvas.step import CanvasStep
 from vllm_diffusion.sampling.output_head import OutputHead, head_of
 from vllm_diffusion.sampling.sampler import DiffusionSampler
 from vllm_diffusion.startup.cuda_graphs import (
-    MAX_CANVASES,
     MOST_ADJUSTED_CANVASES,
     CanvasGraphs,
     GraphCall,
+    most_canvases,
 )
 from vllm_diffusion.startup.machine import compile_backend, launch_backend
 from vllm_diffusion.startup.plan import plan_of
@@ -77,7 +77,8 @@ class BlockDiffusionModelState(ModelState):
         self.pass_rows = PassRows(self.slots, self.max_num_tokens, launch_backend(vllm_config))
         self._spans = torch.zeros(self.max_num_tokens, 2, dtype=torch.int32, device=device)
         # There is none where a canvas is as long as a sequence.
-        most = min(self.max_num_reqs, MAX_CANVASES, self.max_num_tokens // self.canvas_length)
+        length = self.canvas_length
+        most = min(self.max_num_reqs, most_canvases(length), self.max_num_tokens // length)
         self.graphs = CanvasGraphs(most if self.spec.layout.has_one_length else 0, self.graph_calls)
         self._log_who_serves()
 

@@ -18,8 +18,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig, SchedulerConfig
 
-# Beyond this many canvases a launch costs nothing next to the work it starts.
+# Beyond this many canvases, and this many rows, launches cost nothing next to the work they start.
 MAX_CANVASES = 64
+MAX_ROWS = 4096
 # Up to here every count has a graph of the backbone; above, every second, and the runner pads: by
 # one canvas in 17 at most.
 MAX_EXACT = 16
@@ -32,9 +33,14 @@ BYTES_OF_A_GRAPH = 2**20
 TILE_ROWS = 128
 
 
+def most_canvases(canvas_length: int) -> int:
+    """Return the largest number of canvases that gets a graph, however many a pass may have."""
+    return max(MAX_CANVASES, MAX_ROWS // canvas_length)
+
+
 def canvas_counts(canvas_length: int, most: int) -> list[int]:
     """Numbers of canvases that get a graph of the backbone, ascending, up to ``most``."""
-    most = min(most, MAX_CANVASES)
+    most = min(most, most_canvases(canvas_length))
     step = max(2, TILE_ROWS // canvas_length)
     return sorted({*range(1, min(most, MAX_EXACT) + 1), *range(step, most + 1, step), most})
 

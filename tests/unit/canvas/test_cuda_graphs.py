@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from tests.support.doubles.graphs import emulated_capture
 from tests.support.engines.vllm_configs import vllm_config
 from vllm_diffusion.startup.cuda_graphs import (
-    MAX_CANVASES,
     TILE_ROWS,
     GraphedFunction,
     capture_sizes,
     choose_capture_sizes,
+    most_canvases,
 )
 
 
@@ -24,9 +24,15 @@ def test_every_pass_of_whole_canvases_has_a_size(canvas, seqs, budget):
     sizes = capture_sizes(canvas, seqs, budget)
     assert sizes == sorted(set(sizes))
     assert all(size % canvas == 0 and size <= budget for size in sizes)
-    for n in range(1, min(2 * seqs, MAX_CANVASES, sizes[-1] // canvas) + 1):
+    for n in range(1, min(2 * seqs, most_canvases(canvas), sizes[-1] // canvas) + 1):
         smallest = next(size for size in sizes if size >= n * canvas) // canvas
         assert smallest == n or (n > 16 and (smallest - n) * canvas < max(2 * canvas, TILE_ROWS))
+
+
+@pytest.mark.parametrize(("canvas", "canvases"), [(256, 64), (32, 128), (4, 1024)])
+def test_short_canvases_have_graphs_of_more(canvas, canvases):
+    """A pass of short canvases has a graph up to 4,096 rows, where launches would take longest."""
+    assert capture_sizes(canvas, 2048, 2**17)[-1] == canvases * canvas
 
 
 @pytest.mark.parametrize(
