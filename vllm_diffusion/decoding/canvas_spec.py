@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -52,7 +53,7 @@ class CanvasSpec:
         """Describe canvases of one way, by the attributes of :class:`Way`."""
         return cls((Way(name, layout, rule, max_denoising_steps),), settings, **others)
 
-    @property
+    @cached_property
     def layout(self) -> CanvasLayout:
         """Layout that tells where canvases lie, which is the same for all ways."""
         return self.ways[0].layout
@@ -102,6 +103,10 @@ class CanvasSpec:
         """
         return self.mask_token_id is not None
 
+    @cached_property
+    def _block_length(self) -> int:
+        return int(self.settings.get("block_length", self.length))
+
     def num_given(self, num_known: int) -> int:
         """Return how many leading positions of the canvas after ``num_known`` tokens are known
         too.
@@ -120,7 +125,8 @@ class CanvasSpec:
         Args:
             settings: Settings of the rule that the request brings, by name.
         """
-        return int(self.all_settings(settings).get("block_length", self.length))
+        # The scheduler asks several times for each request of a pass.
+        return int(settings.get("block_length", self._block_length))
 
     @property
     def never_drawn(self) -> tuple[int, ...]:

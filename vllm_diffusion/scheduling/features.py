@@ -87,6 +87,8 @@ class PromptLogprobs(SchedulerFeature):
         """
         emitted = output.sampled_token_ids or []
         both = (output.prompt_logprobs_dict, output.prompt_token_id_logprobs_dict)
+        if not (any(both) or self._held):
+            return
         for request_id, index in output.req_id_to_index.items():
             logprobs = tuple(part.pop(request_id, None) for part in both)
             request = self._scheduler.requests.get(request_id)
