@@ -31,6 +31,20 @@ from vllm_diffusion.weights.new_weights import FiniteWeights
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _MADVISE = _LIBC.madvise
 _MADVISE.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+# Parameters of glibc's mallopt: the least size of what is mapped by itself, of which this is the
+# largest value that glibc takes, and how much freed memory is kept.
+_KEPT = {-3: 32 * 2**20, -1: 2**30}
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep what one layer frees for the next one.
+
+    It would give tensors of megabytes back to the system after each operation, and their pages
+    would fault again in the next one. Other libraries' allocators are left alone.
+    """
+    if hasattr(_LIBC, "mallopt"):
+        for parameter, num_bytes in _KEPT.items():
+            _LIBC.mallopt(parameter, num_bytes)
 
 
 def discard(tensors: Iterable[Tensor]) -> int:
@@ -72,6 +86,7 @@ class DiffusionCpuWorker(FiniteWeights, CPUWorker):
 
     def init_device(self) -> None:
         self.device = torch.device("cpu")
+        keep_freed_memory()
         # The file or port at which the ranks meet names the shared memory of this engine's ranks
         # apart from that of any other engine.
         os.environ["VLLM_DIST_IDENT"] = re.split("[/:]", self.distributed_init_method)[-1]
