@@ -88,11 +88,8 @@ SAMPLING_PARAMS: Mapping[str, NumberBounds] = {
 }
 # As far as a bias can push an id: a constraint's masks keep what it allows above the negative.
 LOGIT_BIAS = NumberBounds(-1e4, 1e4, "an id is certain or impossible by then")
-REPETITION_DETECTION: Mapping[str, NumberBounds] = {
-    "max_pattern_size": _sent(0),
-    "min_pattern_size": _sent(0),
-    "min_count": _sent(0),
-}
+# Numbers of ``repetition_detection``.
+_REPETITION_DETECTION = ("max_pattern_size", "min_pattern_size", "min_count")
 
 
 def problems(params: Any) -> Iterator[Problem]:
@@ -129,19 +126,18 @@ def sampling_problems(params: Any) -> Iterator[Problem]:
             yield field, problem, value
     if params.seed is not None:
         # vLLM numbers the answers' seeds from the request's on.
-        high = INT64_MAX - params.n + 1
-        seeds = NumberBounds(INT64_MIN, high, f"its {params.n} answers get the integers from it on")
-        if params.n == 1:
-            seeds = NumberBounds(INT64_MIN, INT64_MAX, "it is an integer of 64 bits")
+        why = f"its {params.n} answers get the integers from it on"
+        why = why if params.n > 1 else "it is an integer of 64 bits"
+        seeds = NumberBounds(INT64_MIN, INT64_MAX - params.n + 1, why)
         if problem := seeds.problem(params.seed):
             yield "seed", problem, params.seed
     for token, bias in (params.logit_bias or {}).items():
         if problem := LOGIT_BIAS.problem(bias):
             yield "logit_bias", f"of token {token} {problem}", bias
     if params.repetition_detection is not None:
-        for name, bounds in REPETITION_DETECTION.items():
+        for name in _REPETITION_DETECTION:
             value = getattr(params.repetition_detection, name)
-            if problem := bounds.problem(value):
+            if problem := _sent(0).problem(value):
                 yield "repetition_detection", f"{name} {problem}", value
 
 

@@ -522,19 +522,10 @@ def _num_prompts(request: Any) -> int:
 def _check_lengths(request: Any, model_config: Any) -> None:
     """Refuse lists by their lengths, before anything reads their items."""
     prompt, num_prompts = getattr(request, "prompt", None), _num_prompts(request)
-    if isinstance(prompt, list):
-        most, longest = (
-            model_config.max_model_len,
-            max(
-                (
-                    len(ids)
-                    for ids in ([prompt] if num_prompts == 1 else prompt)
-                    if isinstance(ids, list)
-                ),
-                default=0,
-            ),
-        )
-        if longest > most and getattr(request, "truncate_prompt_tokens", None) is None:
+    if isinstance(prompt, list) and getattr(request, "truncate_prompt_tokens", None) is None:
+        prompts = [prompt] if num_prompts == 1 else prompt
+        longest = max((len(ids) for ids in prompts if isinstance(ids, list)), default=0)
+        if longest > (most := model_config.max_model_len):
             refuse("prompt", f"has {longest} tokens; this model takes at most {most}. Send fewer.")
     answers = num_answers(request)
     if num_prompts > 1 and answers > bounds.MOST_ANSWERS:
