@@ -261,10 +261,9 @@ def _number(schema: Mapping[str, Any], name: str, path: str) -> Number:
         if math.isnan(value):
             raise ToolSchemaError(f"{path}.{key} must be a number; got {value!r}")
     try:
-        number_rule(name == "integer", bounds)
+        return Number(number_rule(name == "integer", bounds))
     except UnwritableError as error:
         raise ToolSchemaError(f"{path}.{[*bounds][-1]} {error}") from None
-    return Number(tuple(bounds.items()))
 
 
 def _bounds(schema: Mapping[str, Any], what: str, path: str) -> tuple[int, int | None]:
