@@ -291,13 +291,9 @@ def _simplify(part: dict[str, Any]) -> None:
 
 def _drop_idle(part: dict[str, Any]) -> None:
     """Take out keywords that say nothing with this value or without another one."""
-    for key, value in (
-        ("uniqueItems", False),
-        ("minItems", 0),
-        ("minLength", 0),
-        ("minProperties", 0),
-    ):
-        if part.get(key) == value:
+    for key in ("uniqueItems", "minItems", "minLength", "minProperties"):
+        # 0 or, of the first, false.
+        if key in part and not part[key]:
             del part[key]
     for kind, most in _MOST_COUNTED.items():
         if part.get(f"max{kind}", 0) >= most:
