@@ -43,10 +43,7 @@ from vllm_diffusion.requests.refusals import (
     one_line,
     refuse,
 )
-from vllm_diffusion.requests.texts import (
-    check_room,
-    predicted_text,
-)
+from vllm_diffusion.requests.texts import predicted_text
 from vllm_diffusion.startup.plan import spec_of
 
 logger = init_logger(f"vllm.{__name__}")
@@ -436,7 +433,6 @@ def _text_field(request: Any, field: str, fields: Mapping[str, Any], model_confi
     if all(reasons):
         refuse(field, str(reasons[0]))
     if is_suffix:
-        check_room(0, request.max_tokens or 0, spec.length)
         return value
     # Anthropic's protocol is turned into another body, which takes numbers and text only.
     if not isinstance(request, OpenAIBaseModel):
