@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_diffusion.cli import doctor, gpu_answers, gpu_report
 from vllm_diffusion.cli.doctor import OK, PROBLEM, WARNING, Fact
@@ -255,5 +256,9 @@ vllm:kv_cache_usage_perc{engine="0"} 0.25
 # TYPE vllm:num_preemptions counter
 vllm:num_preemptions_total{engine="0"} 3.0
 """
-    assert gpu_answers.held(metrics) == {"vllm:kv_cache_usage_perc": 0.25}
-    assert gpu_answers.held(metrics.replace("0.25", "0.0")) == {}
+    samples = [
+        each for family in text_string_to_metric_families(metrics) for each in family.samples
+    ]
+    assert gpu_answers.held(samples) == {"vllm:kv_cache_usage_perc": 0.25}
+    idle = [each._replace(value=0.0) for each in samples]
+    assert gpu_answers.held(idle) == {}

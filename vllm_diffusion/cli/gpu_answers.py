@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
-
-import httpx
-from prometheus_client.parser import text_string_to_metric_families
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_diffusion.checkpoints import ANSWERS, shipped_checkpoint
 from vllm_diffusion.cli.checkpoint import (
@@ -22,9 +19,12 @@ from vllm_diffusion.cli.checkpoint import (
     START_SECONDS,
     end_with_signals,
 )
-from vllm_diffusion.cli.client import ServerError, openai_client
+from vllm_diffusion.cli.client import ServerError, openai_client, read_metrics
 from vllm_diffusion.cli.console import say
 from vllm_diffusion.cli.server import Server, vllm_serve
+
+if TYPE_CHECKING:
+    from prometheus_client.samples import Sample
 
 # As the recorded answers were asked for; no answer is as long.
 ASKED: dict[str, Any] = {"temperature": 0.0, "seed": 0, "max_tokens": 192}
@@ -130,20 +130,15 @@ def serve_and_compare(options: Sequence[str]) -> Answered:
 def left_over(url: str) -> str:
     """Say what a server still holds although it has answered everything; empty for nothing."""
     end = time.monotonic() + IDLE_SECONDS
-    while (found := held(httpx.get(f"{url}/metrics").text)) and time.monotonic() < end:
+    while (found := held(read_metrics(url))) and time.monotonic() < end:
         time.sleep(0.2)
     named = ", ".join(f"{name} is {value:g}" for name, value in found.items())
     return f"The server has answered everything, and {named}" if named else ""
 
 
-def held(metrics: str) -> dict[str, float]:
+def held(samples: Iterable[Sample]) -> dict[str, float]:
     """Return the gauges of requests and pages that are not 0, of what ``/metrics`` says."""
-    return {
-        sample.name: sample.value
-        for family in text_string_to_metric_families(metrics)
-        for sample in family.samples
-        if sample.name in GAUGES and sample.value
-    }
+    return {each.name: each.value for each in samples if each.name in GAUGES and each.value}
 
 
 def problems(

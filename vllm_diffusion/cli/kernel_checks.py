@@ -19,6 +19,7 @@ import torch
 
 from attention_kernels import checks
 from attention_kernels.checks import Checked
+from vllm_diffusion.cli.console import one_line
 from vllm_diffusion.cli.kernel_cases import KernelCase
 
 REPEATS = 20
@@ -103,17 +104,17 @@ def outcome_of(case: KernelCase, device: str, check: Check = run_case) -> Outcom
             torch.cuda.synchronize()
         microseconds = round(seconds_of(checked.call) * 1e6, 1)
     except AssertionError as error:
-        return Outcome("wrong", _one_line(error))
+        return Outcome("wrong", one_line(error)[:200])
     except (NotImplementedError, ValueError) as error:
         # Refusals of an implementation, before anything is launched.
-        return Outcome("refused", _one_line(error))
+        return Outcome("refused", one_line(error)[:200])
     except torch.OutOfMemoryError:
         return Outcome("unknown", "out of memory", is_last=True)
     except (AttributeError, LookupError, ImportError) as error:
         # The check itself failed, which shows nothing about the kernel.
-        return Outcome("unknown", f"{type(error).__name__}: {_one_line(error)}", is_last=True)
+        return Outcome("unknown", f"{type(error).__name__}: {one_line(error)[:200]}", is_last=True)
     except Exception as error:
-        return Outcome("wrong", f"{type(error).__name__}: {_one_line(error)}", is_last=True)
+        return Outcome("wrong", f"{type(error).__name__}: {one_line(error)[:200]}", is_last=True)
     finally:
         faulthandler.cancel_dump_traceback_later()
     return Outcome("right", difference=checked.difference, microseconds=microseconds)
@@ -159,7 +160,3 @@ def _host_seconds(call: Callable[[], object]) -> float:
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

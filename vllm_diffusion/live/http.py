@@ -11,6 +11,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -305,46 +306,41 @@ async def _with_events(
         await watched.aclose()
 
 
+@dataclass(frozen=True)
 class _Chunks:
-    """Makes chunks of the stream of frames and step maps."""
+    """Maker of the chunks of a stream's frames and step maps.
 
-    def __init__(
-        self,
-        head: dict[str, Any],
-        nothing: dict[str, Any],
-        num_answers: int,
-        inbox: Inbox,
-        parsed: ParsedAnswers | None = None,
-    ) -> None:
-        """Fix what all chunks of a stream have in common.
+    Attributes:
+        head: Fields of a chunk in addition to its choices and its time.
+        nothing: The fields of an empty choice.
+        num_answers: Answers to each prompt.
+        inbox: The call's.
+        parsed: The answers as parsers read them; ``None`` if there is no parser.
+        created: Time of all its chunks, in seconds.
+    """
 
-        Args:
-            head: Fields of a chunk in addition to its choices.
-            nothing: The fields of an empty choice.
-            num_answers: Answers to each prompt.
-            inbox: The call's.
-            parsed: The answers as parsers read them; ``None`` if there is no parser.
-        """
-        self._head = head | {"created": int(time.time())}
-        self._nothing = nothing
-        self._num_answers = num_answers
-        self.inbox = inbox
-        self._parsed = parsed
+    head: dict[str, Any]
+    nothing: dict[str, Any]
+    num_answers: int
+    inbox: Inbox
+    parsed: ParsedAnswers | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
 
     def take(self, output: Any) -> None:
         """Hear of an output before vLLM makes chunks of it."""
-        if self._parsed is not None:
-            self._parsed.take(output)
+        if self.parsed is not None:
+            self.parsed.take(output)
 
     def of(self, event: CanvasFrame | CanvasStepMap) -> str:
         """Return the server-sent event of a frame or step map."""
-        index = event.prompt_index * self._num_answers + event.index
-        choice = {"index": index, **self._nothing, "logprobs": None, "finish_reason": None}
+        index = event.prompt_index * self.num_answers + event.index
+        choice = {"index": index, **self.nothing, "logprobs": None, "finish_reason": None}
         fields = event.event_fields()
-        if self._parsed is not None and isinstance(event, StreamedFrame):
-            fields |= self._parsed.shown(event, self.inbox.prompts[event.prompt_index])
+        if self.parsed is not None and isinstance(event, StreamedFrame):
+            fields |= self.parsed.shown(event, self.inbox.prompts[event.prompt_index])
         shown = {name: value for name, value in fields.items() if value is not None}
-        return f"data: {json.dumps({**self._head, 'choices': [choice], **shown})}\n\n"
+        chunk = {**self.head, "created": self.created, "choices": [choice], **shown}
+        return f"data: {json.dumps(chunk)}\n\n"
 
 
 def install() -> None:

@@ -34,6 +34,7 @@ _MOST_ENTRIES = {"allowed_token_ids": 1024, "logit_bias": 1024, "stop_token_ids"
 MOST_OF_A_WORD = 10_000
 # Characters of all of them: each answer of a request takes its own copy, in tokens, to the engine.
 MOST_OF_WORDS = 32_000
+_HALF_A_PAIR = "holds half of a surrogate pair, which no text contains; take it out."
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 UINT64_MAX = 2**64 - 1
 
@@ -88,11 +89,8 @@ SAMPLING_PARAMS: Mapping[str, NumberBounds] = {
 }
 # As far as a bias can push an id: a constraint's masks keep what it allows above the negative.
 LOGIT_BIAS = NumberBounds(-1e4, 1e4, "an id is certain or impossible by then")
-REPETITION_DETECTION: Mapping[str, NumberBounds] = {
-    "max_pattern_size": _sent(0),
-    "min_pattern_size": _sent(0),
-    "min_count": _sent(0),
-}
+# Numbers of ``repetition_detection``.
+_REPETITION_DETECTION = ("max_pattern_size", "min_pattern_size", "min_count")
 
 
 def problems(params: Any) -> Iterator[Problem]:
@@ -103,12 +101,9 @@ def problems(params: Any) -> Iterator[Problem]:
         params: vLLM's ``SamplingParams``.
     """
     for field, most in _MOST_ENTRIES.items():
-        if len(getattr(params, field) or ()) > most:
-            yield (
-                field,
-                f"may have at most {most} entries; got {len(getattr(params, field))}.",
-                None,
-            )
+        num_entries = len(getattr(params, field) or ())
+        if num_entries > most:
+            yield field, f"may have at most {most} entries; got {num_entries}.", None
     for field in ("stop", "bad_words"):
         lengths = [len(text) for text in getattr(params, field) or ()]
         for length, most, what in (
@@ -129,19 +124,18 @@ def sampling_problems(params: Any) -> Iterator[Problem]:
             yield field, problem, value
     if params.seed is not None:
         # vLLM numbers the answers' seeds from the request's on.
-        high = INT64_MAX - params.n + 1
-        seeds = NumberBounds(INT64_MIN, high, f"its {params.n} answers get the integers from it on")
-        if params.n == 1:
-            seeds = NumberBounds(INT64_MIN, INT64_MAX, "it is an integer of 64 bits")
+        why = f"its {params.n} answers get the integers from it on"
+        why = why if params.n > 1 else "it is an integer of 64 bits"
+        seeds = NumberBounds(INT64_MIN, INT64_MAX - params.n + 1, why)
         if problem := seeds.problem(params.seed):
             yield "seed", problem, params.seed
     for token, bias in (params.logit_bias or {}).items():
         if problem := LOGIT_BIAS.problem(bias):
             yield "logit_bias", f"of token {token} {problem}", bias
     if params.repetition_detection is not None:
-        for name, bounds in REPETITION_DETECTION.items():
+        for name in _REPETITION_DETECTION:
             value = getattr(params.repetition_detection, name)
-            if problem := bounds.problem(value):
+            if problem := _sent(0).problem(value):
                 yield "repetition_detection", f"{name} {problem}", value
 
 
@@ -181,11 +175,7 @@ def text_problems(params: Any) -> Iterator[Problem]:
             with contextlib.suppress(OverflowError):
                 msgspec.msgpack.encode(value, enc_hook=lambda _: None)
         except UnicodeEncodeError:
-            yield (
-                field,
-                "holds half of a surrogate pair, which no text contains; take it out.",
-                None,
-            )
+            yield field, _HALF_A_PAIR, None
 
 
 # Python's JSON reads and writes some nine hundred levels, and templates need some of them.
@@ -216,7 +206,7 @@ def unsendable(value: Any) -> str | None:
             return "holds an integer beyond 64 bits; lower it, or send it as a string."
         if isinstance(part, str):
             if not part.isascii() and any("\ud800" <= character <= "\udfff" for character in part):
-                return "holds half of a surrogate pair, which no text contains; take it out."
+                return _HALF_A_PAIR
             if key == "arguments":
                 # A call of an earlier turn, which templates write out.
                 try:

@@ -40,11 +40,6 @@ class CheckedRequest:
         return self.spec.ways[self.arguments.way]
 
     @property
-    def constraint(self) -> Any:
-        """What holds its answer to a form, a ``StructuredOutputsParams``; ``None`` for nothing."""
-        return self.params.structured_outputs
-
-    @property
     def settings(self) -> dict[str, float | str]:
         """The settings of its rule: its own, and the server's for those that it leaves out."""
         return self.spec.all_settings(self.arguments.settings)

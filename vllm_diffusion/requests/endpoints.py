@@ -25,7 +25,6 @@ from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.scale_out.render.serving import ServingRender
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
-from vllm.exceptions import VLLMValidationError
 
 from vllm_diffusion.requests.arguments import TRACE, WHERE_FRAMES_ARE, check_watched
 from vllm_diffusion.requests.client import noting_streams
@@ -256,11 +255,7 @@ def _read_diffusing(request: Any, model_config: Any) -> None:
     read_body(request, model_config)
     diffusing = (request.model_extra or {}).get("diffusing")
     if diffusing not in (None, True, False):
-        raise VLLMValidationError(
-            f"diffusing={diffusing!r} must be true or false.",
-            parameter="diffusing",
-            value=diffusing,
-        )
+        refuse("diffusing", "must be true or false.", diffusing)
     if diffusing:
         request.vllm_xargs = {"diffusion_frames": 1, **(request.vllm_xargs or {})}
     xargs = request.vllm_xargs or {}
@@ -284,11 +279,7 @@ def _refuse_frames(request: Any, model_config: Any, body: dict[str, Any] | None 
     unknown = request.model_extra or {} if body is None else body
     # A batch has no such field of its own.
     xargs = getattr(request, "vllm_xargs", unknown.get("vllm_xargs"))
-    requested = {"diffusing": unknown.get("diffusing")}
-    if isinstance(xargs, dict):
-        requested["diffusion_frames"] = xargs.get("diffusion_frames")
-    for field, value in requested.items():
-        if value:
-            refuse(field, WHERE_FRAMES_ARE, value)
-    if isinstance(xargs, dict) and xargs.get(TRACE):
-        refuse(TRACE, _WHERE_TRACES_ARE, xargs[TRACE])
+    sent = {**(xargs if isinstance(xargs, dict) else {}), "diffusing": unknown.get("diffusing")}
+    for field in ("diffusing", "diffusion_frames", TRACE):
+        if value := sent.get(field):
+            refuse(field, _WHERE_TRACES_ARE if field == TRACE else WHERE_FRAMES_ARE, value)

@@ -112,7 +112,7 @@ def asked(request: CheckedRequest) -> dict[str, Any]:
         "logit_bias": params.logit_bias,
         "allowed_token_ids": params.allowed_token_ids,
         "logprobs": params.logprobs is not None or bool(params.logprob_token_ids),
-        "structured_outputs": request.constraint is not None,
+        "structured_outputs": params.structured_outputs is not None,
         "bad_words": params.bad_words,
         "thinking_token_budget": params.thinking_token_budget is not None,
         "suffix": arguments.suffix,

@@ -43,10 +43,7 @@ from vllm_diffusion.requests.refusals import (
     one_line,
     refuse,
 )
-from vllm_diffusion.requests.texts import (
-    check_room,
-    predicted_text,
-)
+from vllm_diffusion.requests.texts import predicted_text
 from vllm_diffusion.startup.plan import spec_of
 
 logger = init_logger(f"vllm.{__name__}")
@@ -60,6 +57,7 @@ _NO_STRUCTURE = bytes({*range(256)} - {*b'"{[:'})
 DETAILS = "vllm_diffusion.details"
 # Validator of vLLM's protocols that takes ``structured_outputs`` for a mapping unchecked.
 _COUNTS_CONSTRAINTS = "check_structured_outputs_count"
+_LARGER = ", or start the server with a larger VLLM_HTTP_MAX_REQUEST_BODY_SIZE"
 _NOT_TAKEN = (
     "is not taken by this endpoint; ask /v1/chat/completions or /v1/completions, or leave it out."
 )
@@ -251,11 +249,12 @@ class BoundedBodies:
     async def _checked(self, headers: dict[bytes, bytes], receive: Any) -> bytes | None:
         """Read a body and check it; return ``None`` if its client has left."""
         declared = headers.get(b"content-length", b"")
-        _check_length(int(declared) if declared.isdigit() else 0, self._most)
+        length = int(declared) if declared.isdigit() else 0
+        _check_number(length, self._most, "bytes", _LARGER, is_whole=False)
         body = await self._reader.read(receive)
         if body is None:
             return None
-        _check_length(len(body), self._most)
+        _check_number(len(body), self._most, "bytes", _LARGER, is_whole=False)
         # No part of a form is read as JSON.
         is_form = headers.get(b"content-type", b"").lower().startswith(b"multipart/")
         # Each object has a byte at least.
@@ -266,21 +265,14 @@ class BoundedBodies:
     def _check(self, body: bytes, is_form: bool) -> None:
         """Refuse a body for what it holds."""
         if len(body) > self._most_text:
-            num_bytes = len(body) - _media_bytes(body)
-            _check_length(num_bytes, self._most_text, " besides pictures and sound", is_whole=True)
+            media = sum(match.end() - match.start() for match in _MEDIA.finditer(body))
+            what = "bytes besides pictures and sound"
+            _check_number(len(body) - media, self._most_text, what, _LARGER, is_whole=True)
         if is_form:
             return
         num_objects, num_keys = _num_parts(body)
-        for number, most, what in (
-            (num_objects, bounds.MOST_OBJECTS, "objects and lists"),
-            (num_keys, bounds.MOST_KEYS, "keys"),
-        ):
-            if number > most:
-                raise BodyError(
-                    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                    f"The body has {number} {what}; the limit is {most}. Send less at once.",
-                    is_whole=True,
-                )
+        _check_number(num_objects, bounds.MOST_OBJECTS, "objects and lists", is_whole=True)
+        _check_number(num_keys, bounds.MOST_KEYS, "keys", is_whole=True)
 
 
 def _replaying(body: bytes, receive: Any) -> Any:
@@ -318,10 +310,6 @@ def _with_details(scope: Any, send: Any) -> Any:
     return send_with_details
 
 
-def _media_bytes(body: bytes) -> int:
-    return sum(match.end() - match.start() for match in _MEDIA.finditer(body))
-
-
 def _num_parts(body: bytes) -> tuple[int, int]:
     """Count the objects and lists of JSON, and its keys, in time that grows with its length.
 
@@ -342,13 +330,12 @@ def _num_parts(body: bytes) -> tuple[int, int]:
     return len(outside) - num_keys, num_keys
 
 
-def _check_length(length: int, most: int, what: str = "", *, is_whole: bool = False) -> None:
-    """Refuse a body of so many bytes."""
-    if length > most:
+def _check_number(number: int, most: int, what: str, or_else: str = "", *, is_whole: bool) -> None:
+    """Refuse a body of which ``is_whole`` was read, for so many of its parts."""
+    if number > most:
         raise BodyError(
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-            f"The body has {length} bytes{what}; the limit is {most}. Send less at once, or start the server with a "
-            "larger VLLM_HTTP_MAX_REQUEST_BODY_SIZE.",
+            f"The body has {number} {what}; the limit is {most}. Send less at once{or_else}.",
             is_whole=is_whole,
         )
 
@@ -446,7 +433,6 @@ def _text_field(request: Any, field: str, fields: Mapping[str, Any], model_confi
     if all(reasons):
         refuse(field, str(reasons[0]))
     if is_suffix:
-        check_room(0, request.max_tokens or 0, spec.length)
         return value
     # Anthropic's protocol is turned into another body, which takes numbers and text only.
     if not isinstance(request, OpenAIBaseModel):
@@ -522,19 +508,10 @@ def _num_prompts(request: Any) -> int:
 def _check_lengths(request: Any, model_config: Any) -> None:
     """Refuse lists by their lengths, before anything reads their items."""
     prompt, num_prompts = getattr(request, "prompt", None), _num_prompts(request)
-    if isinstance(prompt, list):
-        most, longest = (
-            model_config.max_model_len,
-            max(
-                (
-                    len(ids)
-                    for ids in ([prompt] if num_prompts == 1 else prompt)
-                    if isinstance(ids, list)
-                ),
-                default=0,
-            ),
-        )
-        if longest > most and getattr(request, "truncate_prompt_tokens", None) is None:
+    if isinstance(prompt, list) and getattr(request, "truncate_prompt_tokens", None) is None:
+        prompts = [prompt] if num_prompts == 1 else prompt
+        longest = max((len(ids) for ids in prompts if isinstance(ids, list)), default=0)
+        if longest > (most := model_config.max_model_len):
             refuse("prompt", f"has {longest} tokens; this model takes at most {most}. Send fewer.")
     answers = num_answers(request)
     if num_prompts > 1 and answers > bounds.MOST_ANSWERS:

@@ -47,6 +47,15 @@ _APPLICATORS = frozenset(
     ]
 )
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
+_TYPES_OF: dict[type, set[str]] = {
+    type(None): {"null"},
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    float: {"number"},
+    str: {"string"},
+    list: {"array"},
+    dict: {"object"},
+}
 # Keywords that hold values and no schemas.
 _DATA = frozenset(["const", "enum", "default", "examples", "example"])
 # The greatest integer that llguidance writes as it is listed: a larger one gets other digits, and
@@ -282,13 +291,9 @@ def _simplify(part: dict[str, Any]) -> None:
 
 def _drop_idle(part: dict[str, Any]) -> None:
     """Take out keywords that say nothing with this value or without another one."""
-    for key, value in (
-        ("uniqueItems", False),
-        ("minItems", 0),
-        ("minLength", 0),
-        ("minProperties", 0),
-    ):
-        if part.get(key) == value:
+    for key in ("uniqueItems", "minItems", "minLength", "minProperties"):
+        # 0 or, of the first, false.
+        if key in part and not part[key]:
             del part[key]
     for kind, most in _MOST_COUNTED.items():
         if part.get(f"max{kind}", 0) >= most:
@@ -327,7 +332,7 @@ def _write_format(part: dict[str, Any]) -> None:
     unknown it is an annotation.
     """
     known = FORMATS.get(str(part.pop("format", None)))
-    if known is not None and _listed_values(part) is None:
+    if known is not None and listed_values(part) is None:
         part.setdefault("pattern", f"^(?:{known})$")
 
 
@@ -383,9 +388,9 @@ def _tell_apart(part: dict[str, Any], root: dict[str, Any]) -> None:
     objects = []
     for alternative in part["oneOf"]:
         schema = _target(alternative, root)
-        if (values := _listed_values(schema)) is not None:
+        if (values := listed_values(schema)) is not None:
             texts = {json.dumps(value, sort_keys=True) for value in values}
-            own = {kind for value in values for kind in _TYPES if _is_of(value, kind)}
+            own = set[str]().union(*map(json_types, values)) - {"integer"}
             if texts & listed or own & kinds:
                 return
             listed |= texts
@@ -425,17 +430,12 @@ def _target(schema: Any, root: dict[str, Any]) -> Mapping[str, Any]:
     return schema if isinstance(schema, Mapping) else {}
 
 
-def _is_of(value: Any, kind: str) -> bool:
-    """Return true if a JSON value is of a type."""
-    if isinstance(value, bool) or value is None:
-        return kind == ("null" if value is None else "boolean")
-    if isinstance(value, (int, float)):
-        return kind == "number" or (kind == "integer" and float(value).is_integer())
-    kinds: dict[str, Any] = {"string": str, "array": list, "object": Mapping}
-    return isinstance(value, kinds.get(kind, ()))
+def json_types(value: Any) -> set[str]:
+    """Return the names that JSON Schema has for the type of a value."""
+    return _TYPES_OF[type(value)]
 
 
-def _listed_values(schema: Mapping[str, Any]) -> list[Any] | None:
+def listed_values(schema: Mapping[str, Any]) -> list[Any] | None:
     """Return the values that a schema lists; ``None`` if it lists none."""
     listed = [schema["const"]] if "const" in schema else schema.get("enum")
     return listed if isinstance(listed, list) else None
@@ -446,7 +446,7 @@ def _tags(schema: Mapping[str, Any]) -> dict[str, set[str]]:
     tags = {}
     required = {*schema.get("required", ())}
     for name, inner in schema.get("properties", {}).items():
-        listed = _listed_values(inner) if isinstance(inner, Mapping) else None
+        listed = listed_values(inner) if isinstance(inner, Mapping) else None
         if listed and name in required and all(isinstance(value, str) for value in listed):
             tags[name] = {*listed}
     return tags

@@ -136,9 +136,7 @@ def _own(request: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "structured_outputs", {name: value for name, value in vars(own).items() if value}
     for field, form in _forms(request):
         if form["type"] != "text" and _foreign_schema(form) is None:
-            named = form.get("json_schema")
-            named = named if isinstance(named, Mapping) else vars(named) if named else {}
-            schema = form.get("schema_") or named.get("schema") or named.get("json_schema")
+            schema = form.get("schema_") or _named_schema(form)
             yield field, {"json": schema} if schema else {form["type"]: True}
     config = getattr(request, "output_config", None)
     if config is not None and config.format is not None:
@@ -163,8 +161,12 @@ def _foreign_schema(form: Mapping[str, Any]) -> Any:
     """Return the schema of llama.cpp's and Together's form, or of one with a type that has none;
     ``None`` if there is none.
     """
-    named = form.get("json_schema") if form["type"] == "json_object" else None
-    named = (
-        named if isinstance(named, Mapping) or named is None else named.model_dump(by_alias=True)
-    )
-    return form.get("schema") if named is None else named.get("schema")
+    is_named = form["type"] == "json_object" and form.get("json_schema") is not None
+    return _named_schema(form) if is_named else form.get("schema")
+
+
+def _named_schema(form: Mapping[str, Any]) -> Any:
+    """Return the schema that a form has with a name; ``None`` if there is none."""
+    named = dict(members(form.get("json_schema")))
+    # vLLM's protocol has it under the second name.
+    return named.get("schema", named.get("json_schema"))

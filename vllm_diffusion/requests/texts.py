@@ -109,22 +109,6 @@ def predicted_text(sent: Any, field: str) -> str:
     return text
 
 
-def check_room(num_given: int, max_tokens: int, most: int) -> None:
-    """Refuse an answer that leaves no room for its suffix.
-
-    Args:
-        num_given: Tokens of the prompt in the answer's canvas.
-        max_tokens: Tokens of the answer.
-        most: Tokens of a canvas, or of the model's length where that is its canvas.
-    """
-    if num_given + max_tokens >= most:
-        refuse(
-            "suffix",
-            f"has no room: max_tokens={max_tokens}, {num_given} tokens of the prompt and at least one of the suffix must "
-            f"fit into {most} tokens, which this model writes at once. Lower max_tokens to about the length of the gap.",
-        )
-
-
 def check_vocabulary(token_ids: Sequence[int], vocab_size: int, field: str = "prompt") -> None:
     """Refuse a token that a checkpoint's tokenizer has and its model has not: looking it up ends
     the engine.
@@ -186,7 +170,12 @@ def _suffix(request: CheckedRequest, text: str) -> tuple[int, ...]:
     room = request.processor.model_config.max_model_len - num_prompt
     most = min(spec.length, num_given + room)
     max_tokens = most if request.params.max_tokens is None else request.params.max_tokens
-    check_room(num_given, max_tokens, most)
+    if num_given + max_tokens >= most:
+        refuse(
+            "suffix",
+            f"has no room: max_tokens={max_tokens}, {num_given} tokens of the prompt and at least one of the suffix must "
+            f"fit into {most} tokens, which this model writes at once. Lower max_tokens to about the length of the gap.",
+        )
     return tokens[: most - num_given - max_tokens]
 
 

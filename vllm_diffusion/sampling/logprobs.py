@@ -14,7 +14,6 @@ from vllm.v1.outputs import LogprobsTensors
 
 from attention_kernels.vocab_statistics import RowLogits, scaled_logits
 from vllm_diffusion.canvas.pass_rows import PassRows, rows_of
-from vllm_diffusion.canvas.slots import CanvasSlots
 from vllm_diffusion.canvas.step import StepOutput
 from vllm_diffusion.sampling.output_head import OutputHead
 
@@ -191,8 +190,8 @@ class EmittedLogprobs:
     R is the number of slots, C the canvas length.
     """
 
-    def __init__(self, slots: CanvasSlots, pass_rows: PassRows) -> None:
-        self._slots = slots
+    def __init__(self, pass_rows: PassRows) -> None:
+        self._slots = slots = pass_rows.slots
         self._pass_rows = pass_rows
         self._has_seeds = any(way.layout.is_seeded for way in slots.spec.ways)
         # What nobody will read is written after a canvas.
@@ -222,10 +221,8 @@ class EmittedLogprobs:
             step: What the step decided.
         """
         pass_rows, layout = self._pass_rows, self._slots.spec.layout
-        slot, position = (
-            pass_rows.slot[: pass_rows.num_rows],
-            pass_rows.position[: pass_rows.num_rows],
-        )
+        n = pass_rows.num_rows
+        slot, position = pass_rows.slot[:n], pass_rows.position[:n]
         num_rows, is_seeding = pass_rows.requests.num_rows, pass_rows.requests.seeding
         width = max(drawn.logprobs.shape[1], self._waiting.logprobs.shape[2])
         drawn, self._waiting = _widened(drawn, width), _widened(self._waiting, width)

@@ -103,7 +103,7 @@ class PassGraphs:
             return None
         if used.reports_pinned:
             # What is reported of a position is the token that the answer has there.
-            slots, argmax = self._pass_rows.slots, self.parts.statistics.of_slots.argmax
+            slots, argmax = self._pass_rows.slots, self.parts.statistics.argmax
             torch.where(slots.pinned, slots.canvas, argmax, out=argmax)
         return self._report(rows, used, is_held)
 
@@ -191,4 +191,4 @@ class PassGraphs:
     @property
     def _length(self) -> int:
         """C, positions of a canvas."""
-        return self.parts.statistics.of_slots.argmax.shape[1]
+        return self.parts.statistics.argmax.shape[1]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
 
-from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws, RowLogits
+from attention_kernels.vocab_statistics import RowLogits
 from vllm_diffusion.canvas.compiled import compiled_by_rows
 from vllm_diffusion.canvas.pass_rows import PassRows, rows_of
 from vllm_diffusion.canvas.step import CanvasStep, StepOutput
@@ -34,104 +34,43 @@ from vllm_diffusion.sampling.vocabulary_stream import sample_rows
 StoreSoftEmbeds = Callable[[Tensor, Tensor, Tensor], None]
 
 
-class RowStatistics:
-    """Statistics of a pass, which the decision reads.
-
-    Attributes:
-        head: The projection onto the vocabulary.
-        of_slots: Statistics by slot and position.
-    """
-
-    def __init__(
-        self,
-        pass_rows: PassRows,
-        head: OutputHead,
-        constraints: ConstraintTensors,
-        store_soft_embeds: StoreSoftEmbeds,
-    ) -> None:
-        """Allocate for all slots.
-
-        Args:
-            pass_rows: The rows of the pass.
-            head: The projection onto the vocabulary.
-            constraints: Constraints of the pass.
-            store_soft_embeds: Called if ``head`` has an embedding.
-        """
-        slots = pass_rows.slots
-        self.head = head
-        self.of_slots = slots.spec.statistics(slots.num_slots, slots.device)
-        self._named_tokens = slots.spec.named_tokens
-        self._constraints = constraints
-        self._store_soft_embeds = store_soft_embeds
-        self._write = compiled_by_rows(self._write_to_slots, pass_rows.compile_backend)
-
-    def sample(
-        self,
-        rows: Tensor,
-        selected: SelectedRows,
-        draws: RowDraws,
-        adjustments: LogitAdjustments | None,
-        used: UsedSettings,
-    ) -> None:
-        """Sample the rows of the pass and scatter their statistics to (slot, position).
-
-        Args:
-            rows: [num_rows, hidden_size].
-            selected: Which they are.
-            draws: Their temperatures and noise keys.
-            adjustments: Adjustments of their logits; ``None`` if there are none.
-            used: Settings that the pass uses.
-        """
-        slot, position, statistics = selected.slot, selected.position, self.of_slots
-        # Without an embedding there is no second product.
-        head = self.head if used.has_next_step else replace(self.head, embedding=None)
-        results = sample_rows(
-            head,
-            rows,
-            draws,
-            adjustments,
-            statistics.num_likeliest,
-            named_tokens=self._named_tokens,
-            allowed_ids=used.allowed_ids,
-        )
-        soft_embeds = results.soft_embeds
-        self._write(slot, position, results._replace(soft_embeds=None))
-        if soft_embeds is not None:
-            if adjustments is not None:
-                restart = self._constraints.restart(selected.rows)
-                soft_embeds = torch.where(restart[:, None], 0.0, soft_embeds)
-            self._store_soft_embeds(soft_embeds, slot, position)
-
-    def _write_to_slots(self, slot: Tensor, position: Tensor, values: PositionStatistics) -> None:
-        self.of_slots.write(slot, position, values)
-
-
 class PassParts:
     """Functions of a pass, each of which a graph may hold.
 
     Attributes:
-        statistics: Statistics of the pass's rows.
+        head: The projection onto the vocabulary.
+        statistics: Statistics of the pass's rows by slot and position, which the decision reads.
     """
 
     def __init__(
         self,
         pass_rows: PassRows,
         settings: PassSettings,
-        statistics: RowStatistics,
+        head: OutputHead,
+        constraints: ConstraintTensors,
+        store_soft_embeds: StoreSoftEmbeds,
         canvas_step: CanvasStep,
     ) -> None:
-        """Join what the parts of a pass read.
+        """Join what the parts of a pass read, and allocate statistics of all slots.
 
         Args:
             pass_rows: The rows of the pass.
             settings: Their settings.
-            statistics: Their statistics.
+            head: The projection onto the vocabulary.
+            constraints: Constraints of the pass.
+            store_soft_embeds: Called if ``head`` has an embedding.
             canvas_step: Decides from the statistics.
         """
-        self.statistics = statistics
+        slots = pass_rows.slots
+        self.head = head
+        self.statistics = slots.spec.statistics(slots.num_slots, slots.device)
         self._pass_rows = pass_rows
         self._settings = settings
+        self._named_tokens = slots.spec.named_tokens
+        self._constraints = constraints
+        self._store_soft_embeds = store_soft_embeds
         self._canvas_step = canvas_step
+        self._write = compiled_by_rows(self._write_to_slots, pass_rows.compile_backend)
 
     def plain_step(self, rows: Tensor) -> StepOutput:
         """Sample a pass in which no request uses more than temperatures and seeds, and decide.
@@ -161,7 +100,27 @@ class PassParts:
             )
             greedy = draws.request_temperature.index_fill(0, torch.from_numpy(again), 0.0)
             draws = draws._replace(request_temperature=greedy)
-        self.statistics.sample(rows[some.rows], some, draws, adjustments, used)
+        # Without an embedding there is no second product.
+        head = self.head if used.has_next_step else replace(self.head, embedding=None)
+        results = sample_rows(
+            head,
+            rows[some.rows],
+            draws,
+            adjustments,
+            self.statistics.num_likeliest,
+            named_tokens=self._named_tokens,
+            allowed_ids=used.allowed_ids,
+        )
+        soft_embeds = results.soft_embeds
+        self._write(some.slot, some.position, results._replace(soft_embeds=None))
+        if soft_embeds is not None:
+            if adjustments is not None:
+                restart = self._constraints.restart(some.rows)
+                soft_embeds = torch.where(restart[:, None], 0.0, soft_embeds)
+            self._store_soft_embeds(soft_embeds, some.slot, some.position)
+
+    def _write_to_slots(self, slot: Tensor, position: Tensor, values: PositionStatistics) -> None:
+        self.statistics.write(slot, position, values)
 
     def filtered_rows(self, index: Tensor, hidden: Tensor, used: UsedSettings) -> None:
         """Draw new candidates of rows with filters. The same row may come again.
@@ -171,10 +130,10 @@ class PassParts:
             hidden: [num_rows, hidden_size], of the pass.
             used: Settings that the pass uses.
         """
-        some, statistics = self._settings.select(index), self.statistics.of_slots
+        some, statistics = self._settings.select(index), self.statistics
         slots = self._pass_rows.slots
         drawn = draw_filtered(
-            self.statistics.head,
+            self.head,
             self._logits_again(some, hidden[index], used),
             self._settings.draws(some),
             rows_of(used.filters, some.slot),
@@ -200,7 +159,7 @@ class PassParts:
             reports: Of all rows of the pass, output.
         """
         some, settings = self._settings.select(index), self._settings
-        statistics = self.statistics.of_slots
+        statistics = self.statistics
         logits = self._logits_again(some, hidden[index], used)
         adjustments = settings.reported_adjustments_of(some, used, logits.adjustments)
         request = settings.logprobs_request(some.slot, used)
@@ -215,13 +174,13 @@ class PassParts:
             settings.reported_temperature(some.slot),
             of_tokens[some.slot, some.position],
             request,
-            self.statistics.head,
+            self.head,
         )
         write_rows(reports, index, computed)
 
     def decide(self) -> StepOutput:
         """Decide what becomes of every canvas."""
-        return self._canvas_step(self.statistics.of_slots, self._pass_rows.of_slots)
+        return self._canvas_step(self.statistics, self._pass_rows.of_slots)
 
     def _logits_again(self, some: SelectedRows, rows: Tensor, used: UsedSettings) -> RowLogits:
         """Project rows of the pass again, onto all ids of this rank that some row may draw or
@@ -232,7 +191,6 @@ class PassParts:
             rows: [n, hidden_size].
             used: Settings that the pass uses.
         """
-        head = self.statistics.head
         adjustments = self._settings.adjustments_of(some, used)
-        projected = head.project_all(rows, used.allowed_ids)
-        return RowLogits(projected, head.first_id, head.softcap, adjustments)
+        projected = self.head.project_all(rows, used.allowed_ids)
+        return RowLogits(projected, self.head.first_id, self.head.softcap, adjustments)

@@ -13,7 +13,7 @@ from torch import Tensor
 from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws
 from vllm_diffusion.canvas.compiled import compiled_by_rows
 from vllm_diffusion.canvas.pass_rows import PassRows
-from vllm_diffusion.canvas.slots import CanvasSlots, Phase
+from vllm_diffusion.canvas.slots import Phase
 from vllm_diffusion.canvas.step import temperatures
 from vllm_diffusion.decoding.layouts import CanvasLayout
 from vllm_diffusion.requests.arguments import arguments_of
@@ -42,7 +42,6 @@ class PassSettings:
     def __init__(
         self,
         stock_sampler: Any,
-        slots: CanvasSlots,
         pass_rows: PassRows,
         adjustments: RowAdjustments,
         self_conditions: bool,
@@ -51,11 +50,11 @@ class PassSettings:
 
         Args:
             stock_sampler: vLLM's sampler.
-            slots: The canvases.
             pass_rows: The rows of the pass; the seeds of requests are written to its ``of_slots``.
             adjustments: Adjustments of logits by slot.
             self_conditions: True if steps read the soft embeddings of the step before.
         """
+        slots = pass_rows.slots
         R, device = slots.num_slots, slots.device
         self.states = stock_sampler.sampling_states
         self.token_ids = stock_sampler.logprob_token_ids_state
@@ -98,19 +97,17 @@ class PassSettings:
         if not self._is_staged:
             return
         self._is_staged = False
-        states, (top_k, top_p, min_p) = self.states, self.filters
+        states = self.states
         states.apply_staged_writes()
         self.token_ids.apply_staged_writes()
-        assert top_k is not None
-        assert top_p is not None
-        assert min_p is not None
         R = len(self.temperature)
         self._pass_rows.of_slots.seed.copy_(states.seeds.gpu[:R])
         self.temperature.copy_(states.temperature.gpu[:R])
         torch.eq(self.temperature, 0, out=self._pass_rows.of_slots.greedy)
-        top_k.copy_(states.top_k.gpu[:R])
-        top_p.copy_(states.top_p.gpu[:R])
-        min_p.copy_(states.min_p.gpu[:R])
+        of_vllm = (states.top_k, states.top_p, states.min_p)
+        for held, given in zip(self.filters, of_vllm, strict=True):
+            assert held is not None
+            held.copy_(given.gpu[:R])
 
     # What the pass uses, by the host's knowledge.
 
@@ -194,8 +191,7 @@ class PassSettings:
         Args:
             rows: The first ones, or [n], int64.
         """
-        num_computed = self._req_states.num_computed_tokens.gpu
-        return SelectedRows(rows, self._slots, self._pass_rows, num_computed)
+        return SelectedRows(rows, self._pass_rows, self._req_states.num_computed_tokens.gpu)
 
     def draws(self, some: SelectedRows) -> RowDraws:
         """Temperatures of rows, and the keys of their draws."""

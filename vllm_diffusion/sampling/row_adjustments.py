@@ -127,15 +127,6 @@ class _Lists(NamedTuple):
     offsets: Tensor
     others: Tensor
 
-    @staticmethod
-    def empty(num_slots: int, device: torch.device) -> _Lists:
-        size = (_NUM_LISTS * num_slots, _LIST_LENGTH)
-        return _Lists(
-            torch.full(size, NO_ID, dtype=torch.int32, device=device),
-            torch.zeros(size, device=device),
-            torch.zeros(_NUM_LISTS * num_slots, device=device),
-        )
-
     def write(self, row: int, listed: dict[int, float], other: float) -> None:
         """Replace a list.
 
@@ -181,22 +172,18 @@ class RowAdjustments:
         self,
         stock_sampler: Any,
         constraints: ConstraintTensors,
-        thought_ends: ThoughtEnds | None = None,
-        *,
-        num_slots: int,
         vocab_size: int,
-        device: torch.device,
+        thought_ends: ThoughtEnds | None = None,
     ) -> None:
         """Allocate for all slots.
 
         Args:
             stock_sampler: vLLM's.
             constraints: Of the last pass.
-            thought_ends: Tokens that are boosted; ``None`` if the rule boosts none.
-            num_slots: Of requests.
             vocab_size: Number of token ids.
-            device: Of the tables.
+            thought_ends: Tokens that are boosted; ``None`` if the rule boosts none.
         """
+        num_slots, device = len(constraints.masks), constraints.masks.device
         self._vocab_size = vocab_size
         self._device = device
         self._constraints = constraints
@@ -204,7 +191,12 @@ class RowAdjustments:
         self._state = stock_sampler.penalties_state
         self._prompt_len = stock_sampler.req_states.prompt_len
         self._thought_ends = thought_ends
-        self._lists = _Lists.empty(num_slots, device)
+        size = (_NUM_LISTS * num_slots, _LIST_LENGTH)
+        self._lists = _Lists(
+            torch.full(size, NO_ID, dtype=torch.int32, device=device),
+            torch.zeros(size, device=device),
+            torch.zeros(size[0], device=device),
+        )
         # By slot.
         self._listed: dict[int, _SlotNumbers] = {}
         self._penalised: set[int] = set()

@@ -34,7 +34,7 @@ from vllm_diffusion.sampling.canvas_views import CanvasViewConnector
 from vllm_diffusion.sampling.logprobs import EmittedLogprobs, LogprobsRequest, row_logprobs
 from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.pass_graphs import PassGraphs
-from vllm_diffusion.sampling.pass_parts import PassParts, RowStatistics, StoreSoftEmbeds
+from vllm_diffusion.sampling.pass_parts import PassParts, StoreSoftEmbeds
 from vllm_diffusion.sampling.pass_settings import PassSettings
 from vllm_diffusion.sampling.row_adjustments import ConstraintTensors, RowAdjustments
 from vllm_diffusion.sampling.thought_ends import ThoughtEnds
@@ -81,25 +81,20 @@ class DiffusionSampler:
         self.adjustments = RowAdjustments(
             stock_sampler,
             self.constraints,
+            slots.vocab_size,
             ThoughtEnds(slots) if any(rule.ends_thoughts for rule in slots.spec.rules) else None,
-            num_slots=slots.num_slots,
-            vocab_size=slots.vocab_size,
-            device=slots.device,
         )
-        statistics = RowStatistics(pass_rows, head, self.constraints, store_soft_embeds)
-        self._num_likeliest = statistics.of_slots.num_likeliest
         self.settings = PassSettings(
-            stock_sampler,
-            slots,
-            pass_rows,
-            self.adjustments,
-            self_conditions=head.embedding is not None,
+            stock_sampler, pass_rows, self.adjustments, self_conditions=head.embedding is not None
         )
-        parts = PassParts(pass_rows, self.settings, statistics, canvas_step)
+        parts = PassParts(
+            pass_rows, self.settings, head, self.constraints, store_soft_embeds, canvas_step
+        )
+        self._num_likeliest = parts.statistics.num_likeliest
         self.graphs = PassGraphs(pass_rows, self.settings, parts, max_logprobs)
-        self.emitted_logprobs = EmittedLogprobs(slots, pass_rows)
+        self.emitted_logprobs = EmittedLogprobs(pass_rows)
         self.views = CanvasViewConnector(
-            slots, pass_rows.of_slots.num_rows, statistics.of_slots.entropy
+            slots, pass_rows.of_slots.num_rows, parts.statistics.entropy
         )
 
     # Before a pass.

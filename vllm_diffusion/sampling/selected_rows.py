@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from vllm_diffusion.canvas.pass_rows import PassRows
-from vllm_diffusion.canvas.slots import CanvasSlots
 from vllm_diffusion.decoding.layouts import CanvasLayout
 
 
@@ -18,21 +17,18 @@ class SelectedRows:
         position: [n], int64, their positions in their canvases.
     """
 
-    def __init__(
-        self, rows: slice | Tensor, slots: CanvasSlots, pass_rows: PassRows, num_computed: Tensor
-    ) -> None:
+    def __init__(self, rows: slice | Tensor, pass_rows: PassRows, num_computed: Tensor) -> None:
         """Select rows.
 
         Args:
             rows: Which of the sampled rows.
-            slots: The canvases.
             pass_rows: The rows of the pass.
             num_computed: [R], int32, tokens of each slot before the pass.
         """
         self.rows = rows
         self.slot = pass_rows.slot[rows]
         self.position = pass_rows.position[rows]
-        self._slots = slots
+        self._slots = pass_rows.slots
         self._pass_rows = pass_rows
         self._num_computed = num_computed
 

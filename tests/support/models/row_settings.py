@@ -177,19 +177,13 @@ def sampling_params(**changes: Any) -> SimpleNamespace:
 
 
 def row_adjustments(penalties: Any, vocab: int, prompt_len: int = 5) -> RowAdjustments:
-    num_slots, cpu = len(penalties.output_bin_counts), torch.device("cpu")
+    num_slots = len(penalties.output_bin_counts)
     sampler = SimpleNamespace(
         penalties_state=penalties,
         req_states=SimpleNamespace(prompt_len=SimpleNamespace(np=np.full(num_slots, prompt_len))),
     )
     masks = torch.zeros(num_slots, -(-vocab // 32), dtype=torch.int32)
-    return RowAdjustments(
-        sampler,
-        SimpleNamespace(masks=masks),
-        num_slots=num_slots,
-        vocab_size=vocab,
-        device=cpu,
-    )
+    return RowAdjustments(sampler, SimpleNamespace(masks=masks), vocab)
 
 
 def bind(adjustments: RowAdjustments, rows: list[int]) -> LogitAdjustments:

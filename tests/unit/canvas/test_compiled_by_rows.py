@@ -15,7 +15,7 @@ from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
 from vllm_diffusion.decoding.statistics import PositionStatistics
 from vllm_diffusion.families.diffusion_gemma.state import DiffusionGemmaModelState
-from vllm_diffusion.sampling.pass_parts import RowStatistics
+from vllm_diffusion.sampling.pass_parts import PassParts
 from vllm_diffusion.sampling.pass_settings import PassSettings
 from vllm_diffusion.startup.machine import has_cpp_compiler
 
@@ -71,9 +71,9 @@ class Pass:
             req_states=SimpleNamespace(num_computed_tokens=SimpleNamespace(gpu=slots.step)),
             logprobs_mode="raw_logprobs",
         )
-        self.settings = PassSettings(stock, slots, pass_rows, None, self_conditions=True)
+        self.settings = PassSettings(stock, pass_rows, None, self_conditions=True)
         self.settings.temperature.copy_(torch.tensor([0.0, 1.0, 0.7, 0.3, 1.9]))
-        self.statistics = RowStatistics(pass_rows, None, None, state.store_soft_embeds)
+        self.parts = PassParts(pass_rows, self.settings, None, None, state.store_soft_embeds, None)
 
     def floats(self, *shape: int) -> Tensor:
         """Return random numbers."""
@@ -93,9 +93,9 @@ class Pass:
             drawn_confidence=self.floats(n),
             confidence=self.floats(n),
         )
-        self.statistics._write(slot, position, values)
+        self.parts._write(slot, position, values)
         self.state.store_soft_embeds(self.floats(n, HIDDEN), slot, position)
-        held = [x for x in self.statistics.of_slots if x is not None]
+        held = [x for x in self.parts.statistics if x is not None]
         written = [self.state._inputs_embeds, self.state.soft_embeds, *held]
         return [x.clone() for x in (*draws, self.state.model.is_decoder_row, *written)]
 

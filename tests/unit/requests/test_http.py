@@ -238,8 +238,7 @@ def test_fields_of_other_endpoints() -> None:
 @pytest.mark.parametrize(
     ("request_", "config", "field"),
     [
-        # A suffix without room and a malformed prediction, before a stream begins.
-        (completion(suffix="a", max_tokens=8), FILLS, "suffix"),
+        # A suffix, and predictions, of which some are malformed.
         (completion(suffix="a", max_tokens=7), FILLS, None),
         (completion(prediction="a"), FILLS, "prediction"),
         (completion(prediction={"type": "content", "content": 5}), FILLS, "prediction"),

@@ -12,6 +12,7 @@ import json
 import math
 from typing import Any
 
+from vllm_diffusion.requests.json_schema import json_types
 from vllm_diffusion.requests.tool_calls.value_forms import ANYTHING, Items, Members, Value
 
 QUOTE = '<|"|>'
@@ -52,21 +53,6 @@ def typed(value: Any, to: Value) -> Any:
     from vllm.tool_parsers.utils import coerce_to_schema_type
 
     return coerce_to_schema_type(text, sorted(to.forms))
-
-
-def json_types(value: Any) -> set[str]:
-    """Return the names that JSON Schema has for the type of a value."""
-    if value is None:
-        return {"null"}
-    if isinstance(value, bool):
-        return {"boolean"}
-    if isinstance(value, int):
-        return {"integer", "number"}
-    if isinstance(value, float):
-        return {"number"}
-    if isinstance(value, str):
-        return {"string"}
-    return {"array"} if isinstance(value, list) else {"object"}
 
 
 def _only(to: Value, name: str, kind: type) -> Any:

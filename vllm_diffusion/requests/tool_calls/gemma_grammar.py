@@ -17,7 +17,6 @@ from vllm_diffusion.requests.tool_calls.call_values import QUOTE
 from vllm_diffusion.requests.tool_calls.leaf_values import (
     UnwritableError,
     escaped,
-    number_rule,
     string_terminal,
 )
 from vllm_diffusion.requests.tool_calls.schema_reader import ToolSchemaError
@@ -136,7 +135,7 @@ class _Rules:
         if isinstance(form, Text):
             return self._string(form)
         if isinstance(form, Number):
-            return self._rule(number_rule(name == "integer", dict(form.bounds)))
+            return self._rule(form.rule)
         return name if form.values is None else self._listed(form)
 
     def _listed(self, form: Scalar) -> str:

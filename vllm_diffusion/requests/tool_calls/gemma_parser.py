@@ -23,6 +23,7 @@ from vllm.tool_parsers.structural_tag_registry import (
 )
 from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
 
+from vllm_diffusion.requests.refusals import refuse
 from vllm_diffusion.requests.tool_calls.call_values import QUOTE, typed, with_signs
 from vllm_diffusion.requests.tool_calls.gemma_grammar import (
     CALL_END,
@@ -177,7 +178,6 @@ def _named(tool_choice: Any) -> str | None:
 
 def _tags(functions: list[Any], read: Mapping[str, ReadTool], markers: Markers) -> list[Any]:
     """Write the tags of all tools; those that cannot be followed are refused together."""
-    from vllm.exceptions import VLLMValidationError
     from xgrammar.structural_tag import GrammarFormat, TagFormat, TokenFormat
 
     tags, problems = [], {}
@@ -198,11 +198,7 @@ def _tags(functions: list[Any], read: Mapping[str, ReadTool], markers: Markers) 
             )
         )
     if problems:
-        raise VLLMValidationError(
-            f"tools: {'; '.join(problems.values())}.",
-            parameter="tools",
-            value=", ".join(problems),
-        )
+        refuse("tools", f": {'; '.join(problems.values())}.", ", ".join(problems))
     return tags
 
 

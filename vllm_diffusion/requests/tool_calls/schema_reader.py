@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -19,9 +20,11 @@ from vllm_diffusion.requests.json_schema import (
     CONSTRAINING,
     UNFOLLOWED,
     SchemaError,
+    json_types,
+    listed_values,
+    parts_of,
     plain_schema,
 )
-from vllm_diffusion.requests.tool_calls.call_values import json_types
 from vllm_diffusion.requests.tool_calls.leaf_values import (
     UnwritableError,
     number_rule,
@@ -47,7 +50,6 @@ class NoValueError(ToolSchemaError):
     """A schema that no value satisfies."""
 
 
-_TYPES = frozenset(["null", "boolean", "integer", "number", "string", "array", "object"])
 # Keywords that the grammar does not follow. A strict tool is refused for them.
 _UNFOLLOWED = UNFOLLOWED | {
     *("minProperties", "maxProperties", "patternProperties", "additionalItems"),
@@ -84,8 +86,11 @@ def read_arguments(parameters: Mapping[str, Any] | None, *, strict: bool) -> Mem
 
 
 class _Reader:
+    """A reader of one tool's schema, whose keywords have values of the right types."""
+
     def __init__(self, root: Mapping[str, Any], strict: bool) -> None:
         self._root = root
+        self._schemas = {id(part) for part in parts_of(root)}
         self._strict = strict
         self._num_values = 0
 
@@ -123,8 +128,7 @@ class _Reader:
                 raise ToolSchemaError(
                     f"{path} has {name} together with {others}; write it as one schema"
                 )
-            value = self._referred(schema, name, path, inside)
-            return _restricted(value, schema, path)
+            return _restricted(self._referred(schema, name, path, inside), schema, path)
         if not keywords:
             return ANYTHING
         return self._plain(schema, path, inside)
@@ -139,8 +143,6 @@ class _Reader:
                 raise ToolSchemaError(f"{path} refers to itself through {reference}")
             return self.read(self._target(reference, path), path, (*inside, reference))
         alternatives = schema[name]
-        if not isinstance(alternatives, list) or not alternatives:
-            raise ToolSchemaError(f"{path}.{name} must be a list of schemas")
         if name == "allOf" and len(alternatives) > 1:
             raise ToolSchemaError(f"{path}.allOf is not supported; write it as one schema")
         read = []
@@ -152,9 +154,9 @@ class _Reader:
             raise NoValueError(f"{path} allows no value")
         return _any_of(read, path, disjoint=name == "oneOf" and self._strict)
 
-    def _target(self, reference: Any, path: str) -> Any:
+    def _target(self, reference: str, path: str) -> Any:
         target: Any = self._root
-        if not isinstance(reference, str) or not reference.startswith("#"):
+        if not reference.startswith("#"):
             raise ToolSchemaError(f"{path}.$ref={reference!r} must be a place in this schema")
         for part in reference.removeprefix("#").removeprefix("/").split("/"):
             if part:
@@ -162,10 +164,12 @@ class _Reader:
                 if not isinstance(target, Mapping) or name not in target:
                     raise ToolSchemaError(f"{path}.$ref={reference!r} names nothing")
                 target = target[name]
+        if not isinstance(target, bool) and id(target) not in self._schemas:
+            raise ToolSchemaError(f"{path}.$ref={reference!r} names no schema")
         return target
 
     def _plain(self, schema: Mapping[str, Any], path: str, inside: tuple[str, ...]) -> Value:
-        types = _types(schema, path)
+        types = _types(schema)
         if "const" in schema or "enum" in schema:
             return Value(_listed(schema, types, path))
         forms: dict[str, tuple[Form, ...]] = {}
@@ -184,12 +188,7 @@ class _Reader:
         return Value(forms)
 
     def _members(self, schema: Mapping[str, Any], path: str, inside: tuple[str, ...]) -> Members:
-        properties = schema.get("properties") or {}
-        required = schema.get("required") or []
-        if not isinstance(properties, Mapping) or not isinstance(required, list):
-            raise ToolSchemaError(
-                f"{path} must have properties by name and a list of required ones"
-            )
+        properties, required = schema.get("properties", {}), schema.get("required", [])
         for name in [*properties, *required]:
             _check_key(name, path)
         # Empty properties are how a tool declares that it takes nothing.
@@ -209,8 +208,8 @@ class _Reader:
         )
 
 
-def _check_key(name: Any, path: str) -> None:
-    if not isinstance(name, str) or not _BARE_KEY.fullmatch(name):
+def _check_key(name: str, path: str) -> None:
+    if not _BARE_KEY.fullmatch(name):
         raise ToolSchemaError(
             f"{path} has the name {name!r}, which Gemma's format cannot write; use letters, digits and underscores"
         )
@@ -227,12 +226,9 @@ def _keys(value: Any, path: str, level: int = 0) -> list[str]:
     return []
 
 
-def _types(schema: Mapping[str, Any], path: str) -> list[str]:
-    types = schema.get("type", [])
-    types = [types] if isinstance(types, str) else types
-    if not isinstance(types, list) or not all(isinstance(t, str) and t in _TYPES for t in types):
-        raise ToolSchemaError(f"{path}.type must be of {', '.join(sorted(_TYPES))}; got {types!r}")
-    return types
+def _types(schema: Mapping[str, Any]) -> list[str]:
+    types: str | list[str] = schema.get("type", [])
+    return [types] if isinstance(types, str) else types
 
 
 def _types_meant(schema: Mapping[str, Any]) -> list[str]:
@@ -249,8 +245,6 @@ def _types_meant(schema: Mapping[str, Any]) -> list[str]:
 def _text(schema: Mapping[str, Any], path: str) -> Text:
     low, high = _bounds(schema, "Length", path)
     pattern = schema.get("pattern")
-    if pattern is not None and not isinstance(pattern, str):
-        raise ToolSchemaError(f"{path}.pattern must be a string")
     text = Text(low, high, pattern)
     if text != Text():
         try:
@@ -264,21 +258,16 @@ def _text(schema: Mapping[str, Any], path: str) -> Text:
 def _number(schema: Mapping[str, Any], name: str, path: str) -> Number:
     bounds = {key: schema[key] for key in _BOUNDS if key in schema}
     for key, value in bounds.items():
-        # NaN is not a number.
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+        if math.isnan(value):
             raise ToolSchemaError(f"{path}.{key} must be a number; got {value!r}")
     try:
-        number_rule(name == "integer", bounds)
+        return Number(number_rule(name == "integer", bounds))
     except UnwritableError as error:
         raise ToolSchemaError(f"{path}.{[*bounds][-1]} {error}") from None
-    return Number(tuple(bounds.items()))
 
 
 def _bounds(schema: Mapping[str, Any], what: str, path: str) -> tuple[int, int | None]:
     low, high = schema.get(f"min{what}", 0), schema.get(f"max{what}")
-    for number in (low, high):
-        if number is not None and (not isinstance(number, int) or number < 0):
-            raise ToolSchemaError(f"{path}.min{what} and max{what} must be integers of at least 0")
     if high is not None and high < low:
         raise ToolSchemaError(f"{path}.max{what}={high} is below min{what}={low}")
     return low, high
@@ -299,10 +288,9 @@ def _listed(schema: Mapping[str, Any], types: list[str], path: str) -> dict[str,
         raise ToolSchemaError(
             f"{path} has {min(unfit)} together with a list of values; leave it out"
         )
-    values = schema.get("enum", [schema.get("const")])
-    if not isinstance(values, list) or ("const" in schema and schema["const"] not in values):
-        raise ToolSchemaError(f"{path}.enum must be a list, with const in it where both are given")
-    values = [schema["const"]] if "const" in schema else values
+    values = listed_values(schema) or []
+    if "const" in schema and schema["const"] not in schema.get("enum", values):
+        raise ToolSchemaError(f"{path}.enum must have const in it where both are given")
     for key in _keys(values, path):
         _check_key(key, path)
     listed: dict[str, list[Any]] = {}
@@ -373,7 +361,7 @@ def _listed_texts(value: Value) -> set[str] | None:
 
 def _restricted(value: Value, schema: Mapping[str, Any], path: str) -> Value:
     """Return ``value`` without the forms that are not of the schema's ``type``."""
-    types = _types(schema, path)
+    types = _types(schema)
     if not types or not value.forms:
         return value
     forms = {name: forms for name, forms in value.forms.items() if name in types}

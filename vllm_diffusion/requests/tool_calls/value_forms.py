@@ -38,10 +38,10 @@ class Number:
     """A number within bounds.
 
     Attributes:
-        bounds: Keywords of the schema and their values.
+        rule: Body of the grammar's rule.
     """
 
-    bounds: tuple[tuple[str, Any], ...]
+    rule: str
 
 
 @dataclass(frozen=True)
