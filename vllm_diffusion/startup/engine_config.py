@@ -418,9 +418,9 @@ def _check_weights(vllm_config: VllmConfig) -> None:
         choose_weight_files(vllm_config)
     quantization = model_config.model_arch_config.quantization_config
     if quantization is not None:
-        quantized = read_format(quantization)
+        nvfp4 = read_format(quantization)
         check_package(quantization)
-        check_platform(model_config.model, quantized)
+        check_platform(model_config.model, nvfp4)
     if model_config.is_diffusion:
         check_room(vllm_config)
 
