@@ -342,11 +342,11 @@ class BlockDiffusionEngineConfig:
 
         scheduler.max_num_seqs = (
             max_num_seqs
-            if plan.given.max_num_seqs
+            if plan.sets_max_num_seqs
             else cls.default_max_num_seqs(scheduler, max_num_seqs, length)
         )
         model_config.diffusion = plan
-        is_set = plan.given.max_num_batched_tokens
+        is_set = plan.sets_max_num_batched_tokens
         choose_media(model_config, scheduler.max_num_batched_tokens, is_set)
         if spec.layout.has_spans:
             choose_encoder_room(model_config, scheduler, length)
