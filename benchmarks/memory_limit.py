@@ -11,30 +11,65 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from fnmatch import translate
 from typing import Any
 
 from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaTensors
-from vllm_diffusion.weights.formats import FLOATS, Format, Spec, read_format
 from vllm_diffusion.weights.tensor_rules import Shape, TensorRules, split_experts
 
-_BYTES = {"F8_E4M3": 1, "U8": 1}
-# Published scales and everything else that is not quantised.
-_OTHER_BYTES = 2
-_EXPERT = re.compile(r"\.experts\.\d+\.")
+# A tensor's dtype, by safetensors' name, and its shape.
+Spec = tuple[str, Shape]
+# Published scales and everything else that is not quantised are BF16.
+_BYTES = {"F8_E4M3": 1, "U8": 1, "BF16": 2}
+# NVFP4 weights, their global scale and that of the inputs, by the tool that quantised.
+_NVFP4_NAMES = {
+    "modelopt": ("weight", "weight_scale_2", "input_scale"),
+    "compressed-tensors": ("weight_packed", "weight_global_scale", "input_global_scale"),
+}
 
 
 def expected_specs(
-    shapes: dict[str, Shape], quantized: Format | None, rules: TensorRules
+    shapes: dict[str, Shape], settings: dict[str, Any] | None, rules: TensorRules
 ) -> dict[str, Spec]:
-    """Return the allowed dtypes and shapes of every tensor of a checkpoint, by canonical name."""
-    specs: dict[str, Spec] = {name: (FLOATS, (shape,)) for name, shape in shapes.items()}
-    if quantized is None:
-        return specs
-    for name, shape in rules.linear_modules(shapes).items():
-        if quantized.quantizes(rules.all_names(name)):
+    """Return dtype and shape of every tensor of a checkpoint, by canonical name.
+
+    Args:
+        shapes: Shapes without quantisation, of a quantised checkpoint with split experts.
+        settings: Its quantization config, one of those in ``configs/``; ``None`` for BF16.
+        rules: Names of its tensors.
+    """
+    specs = {name: ("BF16", shape) for name, shape in shapes.items()}
+    for name, shape in rules.linear_modules(shapes).items() if settings else ():
+        if is_quantized(rules.all_names(name), settings["ignore"]):
             del specs[f"{name}.weight"]
-            specs |= {f"{name}.{end}": spec for end, spec in quantized.tensors(shape).items()}
+            specs |= quantized_tensors(name, shape, settings)
     return specs
+
+
+def is_quantized(names: tuple[str, ...], ignored: list[str]) -> bool:
+    """Return true if no entry of an ignore list matches a module, which has all these names."""
+    patterns = [one[3:] if one.startswith("re:") else translate(one) for one in ignored]
+    return not any(re.match(pattern, name) for name in names for pattern in patterns)
+
+
+def quantized_tensors(name: str, shape: Shape, settings: dict[str, Any]) -> dict[str, Spec]:
+    """Return the tensors of a quantised module.
+
+    Args:
+        name: The module.
+        shape: [out_features, in_features].
+        settings: As for :func:`expected_specs`.
+    """
+    out_size, in_size = shape
+    (group,) = settings["config_groups"].values()
+    if group["weights"]["num_bits"] == 8:
+        scale = ("BF16", (out_size, 1))
+        return {f"{name}.weight": ("F8_E4M3", shape), f"{name}.weight_scale": scale}
+    weight, *global_scales = _NVFP4_NAMES[settings["quant_method"]]
+    tensors = dict.fromkeys(global_scales[: 1 + ("input_activations" in group)], ("BF16", ()))
+    tensors[weight] = ("U8", (out_size, in_size // 2))
+    tensors["weight_scale"] = ("F8_E4M3", (out_size, in_size // 16))
+    return {f"{name}.{end}": spec for end, spec in tensors.items()}
 
 
 @dataclass(frozen=True)
@@ -72,22 +107,20 @@ def pass_bytes(
         kv_bytes: Bytes of a number in the cache.
         denoises: Whether self-conditioning runs.
     """
-    quantized = None if quantization is None else read_format(quantization)
     sizes = {"dense": 0, "experts": 0, "head": 0, "self_conditioning": 0}
     rules = DiffusionGemmaTensors()
-    specs = expected_specs(split_experts(rules.shapes(config)), quantized, rules)
-    for name, (dtypes, shapes) in specs.items():
-        size = math.prod(shapes[0]) * _BYTES.get(dtypes[0], _OTHER_BYTES)
+    specs = expected_specs(split_experts(rules.shapes(config)), quantization, rules)
+    for name, (dtype, shape) in specs.items():
+        size = math.prod(shape) * _BYTES[dtype]
         if "embed_tokens" in name:
             sizes["head"] += size
         elif "self_conditioning" in name:
             sizes["self_conditioning"] += size * denoises
-        elif _EXPERT.search(name):
+        elif re.search(r"\.experts\.\d+\.", name):
             sizes["experts"] += size
         elif name.startswith("model.decoder."):
             sizes["dense"] += size
-    share = touched_experts / config.text_config.num_experts
-    sizes["experts"] = round(sizes["experts"] * share)
+    sizes["experts"] = round(sizes["experts"] * (touched_experts / config.text_config.num_experts))
     return PassBytes(**sizes, kv_cache=kv_cache_bytes(config.text_config, context, kv_bytes))
 
 

@@ -30,11 +30,7 @@ from vllm_diffusion.hooks.upstream import read_symbols
 from vllm_diffusion.plugin import imported
 from vllm_diffusion.requests.exclusions import EXCLUSIONS
 from vllm_diffusion.startup.options import sentences
-from vllm_diffusion.startup.published_checkpoints import (
-    SOURCES,
-    CheckpointFamily,
-    checkpoint_families,
-)
+from vllm_diffusion.startup.published_checkpoints import CheckpointFamily, checkpoint_families
 from vllm_diffusion.startup.published_runs import (
     NEUTRAL,
     PublishedRun,
@@ -52,6 +48,13 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmar
 RESULTS = ROOT / "benchmarks/results.toml"
 # What starts on the null GPU chose, took and asked of the driver, by case.
 REHEARSAL = ROOT / "tests/null_gpu/rehearsal.json"
+# Where the id of a published checkpoint was read.
+SOURCES = {
+    "publisher": "the publisher's repository",
+    "hub": "a page of the hub",
+    "others": "several third parties",
+    "one": "**one third party**",
+}
 # Name of sampling without any parameter.
 PLAIN = "temperature 1, no filters"
 

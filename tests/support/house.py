@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.support.models.specs import diffusion_gemma_spec
+from tests.support.vllm_symbols import is_private_path
 from vllm_diffusion.cli.main import build_parser
 from vllm_diffusion.hooks.upstream import read_symbols
 from vllm_diffusion.requests.arguments import argument_names
@@ -157,7 +158,10 @@ def replaced_symbols() -> int:
 
 def private_symbols() -> int:
     """Return the symbols of vLLM that are private by name, or replaced."""
-    return sum(symbol.is_private for symbol in read_symbols())
+    return sum(
+        symbol.use in ("replaced", "assigned", "kernel") or is_private_path(symbol.path)
+        for symbol in read_symbols()
+    )
 
 
 def commands() -> list[ArgumentParser]:

@@ -26,12 +26,25 @@ from pathlib import Path
 from typing import Any
 
 from vllm_diffusion.hooks import upstream
-from vllm_diffusion.hooks.upstream import is_private
 
 PACKAGE = Path(upstream.__file__).resolve().parents[1]
 ENGINE = "vllm"
 # From the one that is most specific about a symbol to the least specific one.
 USES = ("replaced", "assigned", "overridden", "kernel", "private", "called")
+# Attributes that Python gives to tuples with names, to protocols and to abstract classes.
+_OF_PYTHON = frozenset(
+    {"_abc_impl", "_is_protocol", "_is_runtime_protocol", "_fields", "_replace", "_asdict"}
+)
+
+
+def is_private(name: str) -> bool:
+    """Return true if a name begins with an underscore and is none of Python's own."""
+    return name.startswith("_") and not name.startswith("__") and name not in _OF_PYTHON
+
+
+def is_private_path(path: str) -> bool:
+    """Return true if a part of a symbol's path is private."""
+    return any(map(is_private, path.replace(":", ".").split(".")))
 
 
 @dataclass
@@ -207,7 +220,7 @@ def _without_types(tree: ast.Module) -> ast.Module:
 
 
 def _use_of(path: str) -> str:
-    return "private" if any(map(is_private, path.replace(":", ".").split("."))) else "called"
+    return "private" if is_private_path(path) else "called"
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.tables import PAGES, TABLES, stale_pages
+from docs.tables import PAGES, SOURCES, TABLES, stale_pages
 from tests.robustness.serve_options import serve_parser
 from tests.support.models.specs import diffusion_gemma_spec
 from vllm_diffusion.cli import values
@@ -21,6 +21,7 @@ from vllm_diffusion.plugin import imported
 from vllm_diffusion.requests.arguments import argument_names
 from vllm_diffusion.startup.options import sentences
 from vllm_diffusion.startup.plugin_settings import SETTINGS
+from vllm_diffusion.startup.published_checkpoints import checkpoint_families
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -66,6 +67,12 @@ def test_tables() -> None:
     }
     for name, words in named.items():
         assert [word for word in sorted(words) if f"`{word}`" not in tables[name]] == [], name
+
+
+def test_sources_of_published_checkpoints() -> None:
+    """Each id of a published checkpoint has a source that the page can name, and each is used."""
+    rows = [row for family in checkpoint_families() for row in family.checkpoint]
+    assert {row.source for row in rows} == SOURCES.keys()
 
 
 def test_settings_are_documented() -> None:

@@ -281,8 +281,7 @@ class CanvasSlots:
     def add_request(self, slot: int, request: NewRequest) -> None:
         """Stage a new owner of ``slot``; every tensor's row is rewritten."""
         self._staged[slot] = request
-        own = request.arguments.settings
-        self.block_length[slot] = self.spec.block_length(own)
+        self.block_length[slot] = self.spec.block_length(request.arguments.settings)
         self.is_seeded[slot] = self.way_of(request).layout.is_seeded
         self.num_after[slot] = self.spec.layout.num_after(len(request.arguments.suffix))
         self.features.add_request(slot, request)

@@ -37,7 +37,6 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kNvfp4Dynamic,
     kNvfp4Static,
 )
-from vllm.platforms import current_platform
 
 from vllm_diffusion.cpu.linear import linear
 from vllm_diffusion.cpu.quantized_linear import log_emulation
@@ -256,7 +255,7 @@ class TorchQuantizedExperts(modular_kernel.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_current_device() -> bool:
-        return bool(current_platform.is_cpu())
+        return True
 
     @staticmethod
     def _supports_no_act_and_mul() -> bool:

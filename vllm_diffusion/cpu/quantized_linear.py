@@ -33,7 +33,6 @@ from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel impo
     Fp8BlockScaledMMLinearKernel,
 )
 from vllm.model_executor.utils import replace_parameter
-from vllm.platforms import current_platform
 from vllm.platforms.interface import PlatformEnum
 
 from vllm_diffusion.cpu.linear import define, linear
@@ -103,14 +102,18 @@ def _define_static_quantization() -> None:
     )
 
 
-class TorchFp8LinearKernel(FP8ScaledMMLinearKernel):
-    """FP8 weights (a scale per tensor or channel) and FP8 activations (per token, or static)."""
-
-    quantizes_input = True
+class _ForCpu:
+    """Mixin of these kernels, which are registered for the CPU alone."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        return (True, None) if current_platform.is_cpu() else (False, "is for the CPU")
+        return True, None
+
+
+class TorchFp8LinearKernel(_ForCpu, FP8ScaledMMLinearKernel):
+    """FP8 weights (a scale per tensor or channel) and FP8 activations (per token, or static)."""
+
+    quantizes_input = True
 
     @classmethod
     def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
@@ -150,14 +153,10 @@ class TorchFp8LinearKernel(FP8ScaledMMLinearKernel):
         raise AssertionError("apply_weights does not call this")
 
 
-class TorchFp8BlockLinearKernel(Fp8BlockScaledMMLinearKernel):
+class TorchFp8BlockLinearKernel(_ForCpu, Fp8BlockScaledMMLinearKernel):
     """FP8 weights with a scale for each block, and FP8 activations with one for each group of a
     token.
     """
-
-    @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        return (True, None) if current_platform.is_cpu() else (False, "is for the CPU")
 
     def process_weights_after_loading(self, layer: Any) -> None:
         log_emulation("FP8 linear layers with scales of blocks", "weights and activations")
@@ -186,12 +185,8 @@ class TorchFp8WeightOnlyKernel(TorchFp8LinearKernel):
     quantizes_input = False
 
 
-class TorchNvfp4LinearKernel(NvFp4LinearKernel):
+class TorchNvfp4LinearKernel(_ForCpu, NvFp4LinearKernel):
     """NVFP4 weights; NVFP4 activations where the layer has a scale for them."""
-
-    @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        return (True, None) if current_platform.is_cpu() else (False, "is for the CPU")
 
     @classmethod
     def can_implement(cls, config: NvFp4LinearLayerConfig) -> tuple[bool, str | None]:

@@ -29,17 +29,6 @@ MISSING = "missing"
 _NEEDS = "needs "
 
 
-# Attributes that Python gives to tuples with names, to protocols and to abstract classes.
-_OF_PYTHON = frozenset(
-    {"_abc_impl", "_is_protocol", "_is_runtime_protocol", "_fields", "_replace", "_asdict"}
-)
-
-
-def is_private(name: str) -> bool:
-    """Return true if a name begins with an underscore and is none of Python's own."""
-    return name.startswith("_") and not name.startswith("__") and name not in _OF_PYTHON
-
-
 @dataclass(frozen=True)
 class Symbol:
     """One symbol of vLLM that is relied on.
@@ -59,12 +48,6 @@ class Symbol:
     files: tuple[str, ...]
     reason: str = ""
     until: str = ""
-
-    @property
-    def is_private(self) -> bool:
-        """True if vLLM does not mean it for others: by its name, or by what is done with it."""
-        names = self.path.replace(":", ".").split(".")
-        return self.use in ("replaced", "assigned", "kernel") or any(map(is_private, names))
 
     @property
     def is_for_cpu(self) -> bool:

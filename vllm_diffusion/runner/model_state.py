@@ -7,7 +7,7 @@ The :class:`CanvasSpec` that start-up chose describes its canvases.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,6 @@ class BlockDiffusionModelState(ModelState):
 
     # A canvas's rows are all draft tokens; there is no extra token per step.
     num_new_sampled_tokens_per_step: int = 0
-    supports_prompt_embeds: ClassVar[bool] = False
     # [R, C, hidden_size]: what self-conditioning needs of each canvas position, where a model has
     # it.
     soft_embeds: Tensor | None = None

@@ -28,6 +28,7 @@ from vllm.v1.request import Request
 
 from vllm_diffusion.canvas.messages import CanvasConstraint
 from vllm_diffusion.requests.arguments import constraining_fields, end_token_ids
+from vllm_diffusion.scheduling.grammars import set_bits
 
 
 @dataclass
@@ -310,9 +311,7 @@ class ConstrainedCanvas:
     def _without(banned: Iterable[int], mask: np.ndarray) -> np.ndarray:
         """Return ``mask`` without some tokens."""
         without = mask.copy()
-        bits = without.view(np.uint32)
-        for token in banned:
-            bits[token >> 5] &= ~np.uint32(1 << (token & 31))
+        set_bits(without.view(np.uint32), banned, False)
         return without
 
     def _allowed_by_grammar(self, pinned: list[int]) -> np.ndarray | None:

@@ -57,10 +57,6 @@ class Constraints(SchedulerFeature):
         self._max_steps_of = max_steps_of
         self._canvases: dict[str, ConstrainedCanvas] = {}
 
-    def __len__(self) -> int:
-        """Return the number of requests with a constraint."""
-        return len(self._canvases)
-
     def holds(self, request_id: str) -> bool:
         """Return true if a request has a constraint."""
         return request_id in self._canvases

@@ -75,10 +75,6 @@ class PromptLogprobs(SchedulerFeature):
         self._scheduler = scheduler
         self._held: dict[str, tuple[Any, Any]] = {}
 
-    def __len__(self) -> int:
-        """Return the number of requests whose log-probabilities are held."""
-        return len(self._held)
-
     def hold(self, output: ModelRunnerOutput) -> None:
         """Move log-probabilities out of a pass's output, and back with the request's first tokens.
 
@@ -113,8 +109,4 @@ def _without_canvas(logprobs: LogprobsTensors, num_prompt_tokens: int) -> Logpro
     num_rows = num_prompt_tokens - 1
     if num_rows == 0:
         return None
-    return LogprobsTensors(
-        logprobs.logprob_token_ids[:num_rows],
-        logprobs.logprobs[:num_rows],
-        logprobs.selected_token_ranks[:num_rows],
-    )
+    return LogprobsTensors(*(part[:num_rows] for part in logprobs[:3]))

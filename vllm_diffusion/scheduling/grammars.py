@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,9 +190,9 @@ class GuidedText(StructuredOutputGrammar):
             row[:] = 0
         else:
             llguidance.torch.fill_next_token_bitmask(self._matcher, bitmask, batch_index)
-            _set_bits(row, self._marks, False)
+            set_bits(row, self._marks, False)
         if self._num_after or self._matcher.is_accepting():
-            _set_bits(row, self._ends, True)
+            set_bits(row, self._ends, True)
 
     def is_terminated(self) -> bool:
         """Return true if the text has ended."""
@@ -204,7 +204,8 @@ class GuidedText(StructuredOutputGrammar):
         self._num_after = 0
 
 
-def _set_bits(row: np.ndarray, tokens: Collection[int], value: bool) -> None:
+def set_bits(row: np.ndarray, tokens: Iterable[int], value: bool) -> None:
+    """Write the bits of some tokens into a mask, uint32."""
     for token in tokens:
         bit = np.uint32(1 << (token & 31))
         row[token >> 5] = row[token >> 5] | bit if value else row[token >> 5] & ~bit

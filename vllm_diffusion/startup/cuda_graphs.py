@@ -38,13 +38,6 @@ def most_canvases(canvas_length: int) -> int:
     return max(MAX_CANVASES, MAX_ROWS // canvas_length)
 
 
-def canvas_counts(canvas_length: int, most: int) -> list[int]:
-    """Numbers of canvases that get a graph of the backbone, ascending, up to ``most``."""
-    most = min(most, most_canvases(canvas_length))
-    step = max(2, TILE_ROWS // canvas_length)
-    return sorted({*range(1, min(most, MAX_EXACT) + 1), *range(step, most + 1, step), most})
-
-
 def capture_sizes(canvas_length: int, max_num_seqs: int, max_num_batched_tokens: int) -> list[int]:
     """Rows of the passes that vLLM is to capture.
 
@@ -56,8 +49,11 @@ def capture_sizes(canvas_length: int, max_num_seqs: int, max_num_batched_tokens:
         max_num_seqs: Requests that run at once.
         max_num_batched_tokens: Rows of the largest pass.
     """
-    counts = canvas_counts(canvas_length, 2 * max_num_seqs)
-    return [n * canvas_length for n in counts if n * canvas_length <= max_num_batched_tokens]
+    most = min(2 * max_num_seqs, most_canvases(canvas_length))
+    step = max(2, TILE_ROWS // canvas_length)
+    counts = {*range(1, min(most, MAX_EXACT) + 1), *range(step, most + 1, step), most}
+    rows = sorted(count * canvas_length for count in counts)
+    return [number for number in rows if number <= max_num_batched_tokens]
 
 
 def choose_capture_sizes(

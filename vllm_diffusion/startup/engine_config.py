@@ -342,11 +342,11 @@ class BlockDiffusionEngineConfig:
 
         scheduler.max_num_seqs = (
             max_num_seqs
-            if plan.given.max_num_seqs
+            if plan.sets_max_num_seqs
             else cls.default_max_num_seqs(scheduler, max_num_seqs, length)
         )
         model_config.diffusion = plan
-        is_set = plan.given.max_num_batched_tokens
+        is_set = plan.sets_max_num_batched_tokens
         choose_media(model_config, scheduler.max_num_batched_tokens, is_set)
         if spec.layout.has_spans:
             choose_encoder_room(model_config, scheduler, length)
@@ -418,9 +418,9 @@ def _check_weights(vllm_config: VllmConfig) -> None:
         choose_weight_files(vllm_config)
     quantization = model_config.model_arch_config.quantization_config
     if quantization is not None:
-        quantized = read_format(quantization)
+        nvfp4 = read_format(quantization)
         check_package(quantization)
-        check_platform(model_config.model, quantized)
+        check_platform(model_config.model, nvfp4)
     if model_config.is_diffusion:
         check_room(vllm_config)
 

@@ -62,8 +62,6 @@ def nvidia_driver() -> NvidiaDriver:
             nvml.nvmlShutdown()
     except Exception as error:
         return NvidiaDriver(0, None, None, str(error) or type(error).__name__)
-    if isinstance(driver_version, bytes):
-        driver_version = driver_version.decode()
     return NvidiaDriver(num_devices, driver_version, (packed // 1000, packed % 1000 // 10), None)
 
 

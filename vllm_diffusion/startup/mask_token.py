@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -51,26 +50,21 @@ def _tokenizers_mask(model_config: ModelConfig) -> tuple[str, list[int]]:
         found = get_hf_file_to_dict(name, model_config.tokenizer, model_config.tokenizer_revision)
         return found or {}
 
-    def ids_of(token: str) -> Iterator[int]:
-        for number, entry in read(_CONFIG).get("added_tokens_decoder", {}).items():
-            if entry["content"] == token:
-                yield int(number)
-        if (number := read("added_tokens.json").get(token)) is not None:
-            yield number
-
-    def ids_of_all(token: str) -> Iterator[int]:
-        # The largest of the files; read where no other has the token.
-        tokenizer = read("tokenizer.json")
-        for entry in tokenizer.get("added_tokens", []):
-            if entry["content"] == token:
-                yield entry["id"]
-        vocabulary = tokenizer.get("model", {}).get("vocab")
-        if isinstance(vocabulary, dict) and token in vocabulary:
-            yield vocabulary[token]
-
     token = read(_CONFIG).get("mask_token") or read("special_tokens_map.json").get("mask_token")
     if isinstance(token, dict):
         token = token["content"]
     if not token:
         return "", []
-    return token, list(ids_of(token)) or list(ids_of_all(token))
+    added = read(_CONFIG).get("added_tokens_decoder", {})
+    ids = [int(number) for number, entry in added.items() if entry["content"] == token]
+    if (number := read("added_tokens.json").get(token)) is not None:
+        ids.append(number)
+    if not ids:
+        # The largest of the files.
+        tokenizer = read("tokenizer.json")
+        entries = tokenizer.get("added_tokens", [])
+        ids = [entry["id"] for entry in entries if entry["content"] == token]
+        vocabulary = tokenizer.get("model", {}).get("vocab")
+        if isinstance(vocabulary, dict) and token in vocabulary:
+            ids.append(vocabulary[token])
+    return token, ids

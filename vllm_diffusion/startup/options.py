@@ -18,7 +18,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from vllm_diffusion.hooks.replacement import replaces_call
-from vllm_diffusion.startup.plan import DiffusionPlan, GivenLimits
+from vllm_diffusion.startup.plan import DiffusionPlan
 from vllm_diffusion.startup.plugin_settings import plugin_settings
 from vllm_diffusion.startup.unserved_models import (
     check_other_model,
@@ -222,11 +222,11 @@ def _looking(
         model_config = stock(self)
     if is_ours or model_config.is_diffusion:
         # vLLM replaces None by a default before it asks this package about the model.
-        given = GivenLimits(
-            max_num_seqs=self.max_num_seqs is not None,
-            max_num_batched_tokens=self.max_num_batched_tokens is not None,
+        model_config.diffusion = DiffusionPlan(
+            plugin_settings(self.additional_config),
+            sets_max_num_seqs=self.max_num_seqs is not None,
+            sets_max_num_batched_tokens=self.max_num_batched_tokens is not None,
         )
-        model_config.diffusion = DiffusionPlan(plugin_settings(self.additional_config), given)
     return model_config
 
 

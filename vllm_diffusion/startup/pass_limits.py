@@ -21,8 +21,8 @@ PROMPTS_SHARE = 4
 FEWEST = 8
 
 
-def choose_max_num_seqs(canvases_per_pass: int, most: int) -> int:
-    """Choose the default number of requests that run at once.
+def default_max_num_seqs(scheduler_config: SchedulerConfig, given: int, canvas_length: int) -> int:
+    """Return how many requests run at once if the operator sets no number, and log the reason.
 
     Stock vLLM sets 8 for this architecture, since its sampler holds whole logits of every canvas,
     and does not distinguish an operator's number from its own default. Our sampler holds a tile of
@@ -31,30 +31,20 @@ def choose_max_num_seqs(canvases_per_pass: int, most: int) -> int:
     requests it holds; those beyond wait.
 
     Args:
-        canvases_per_pass: Canvases that ``max_num_batched_tokens`` holds; more requests than that
-            would take turns.
-        most: vLLM's default for other models.
+        scheduler_config: Configuration with the rows of a pass.
+        given: vLLM's default for other models.
+        canvas_length: Rows of a canvas.
 
     Returns:
         A number of at least 1. It leaves prompts their share of a pass, unless it would be below
         ``FEWEST``.
     """
-    running = canvases_per_pass - canvases_per_pass // PROMPTS_SHARE
-    return max(1, min(most, max(running, min(FEWEST, canvases_per_pass))))
-
-
-def default_max_num_seqs(scheduler_config: SchedulerConfig, given: int, canvas_length: int) -> int:
-    """Return how many requests run at once if the operator sets no number, and log the reason.
-
-    Args:
-        scheduler_config: Configuration with the rows of a pass.
-        given: vLLM's default for other models.
-        canvas_length: Rows of a canvas.
-    """
     budget = scheduler_config.max_num_batched_tokens
+    # More requests than that would take turns.
     canvases = budget // canvas_length
+    running = max(canvases - canvases // PROMPTS_SHARE, min(FEWEST, canvases))
     # The scheduler must not run more than the runner has slots for.
-    chosen = max(choose_max_num_seqs(canvases, given), scheduler_config.max_num_active_seqs or 0)
+    chosen = max(1, min(given, running), scheduler_config.max_num_active_seqs or 0)
     logger.info(
         "max_num_seqs=%d: max_num_batched_tokens=%d holds %d canvases of %d, of which prompts are left "
         "%d; --max-num-seqs sets another number.",

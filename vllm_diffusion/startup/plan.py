@@ -20,19 +20,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class GivenLimits:
-    """Which limits of a pass the operator set; vLLM has replaced the others by defaults.
-
-    Attributes:
-        max_num_seqs: ``--max-num-seqs`` is set.
-        max_num_batched_tokens: ``--max-num-batched-tokens`` is set.
-    """
-
-    max_num_seqs: bool = True
-    max_num_batched_tokens: bool = True
-
-
-@dataclass(frozen=True)
 class DiffusionPlan:
     """Decisions of a start that vLLM's configuration has no fields for.
 
@@ -41,7 +28,8 @@ class DiffusionPlan:
 
     Attributes:
         settings: The operator's.
-        given: Limits of a pass that the operator set.
+        sets_max_num_seqs: The operator set ``--max-num-seqs``; otherwise vLLM has put a default.
+        sets_max_num_batched_tokens: Likewise ``--max-num-batched-tokens``.
         spec: Description of canvases; ``None`` for a model that is served without them.
         own_attention: This package's back end attends, and not one of vLLM's.
         adapters: Rules for adapters; ``None`` without ``--enable-lora``.
@@ -49,7 +37,8 @@ class DiffusionPlan:
     """
 
     settings: PluginSettings = PluginSettings()
-    given: GivenLimits = GivenLimits()
+    sets_max_num_seqs: bool = True
+    sets_max_num_batched_tokens: bool = True
     spec: CanvasSpec | None = None
     own_attention: bool = True
     adapters: AdapterRules | None = None

@@ -17,12 +17,6 @@ _CARDS = (8, 12, 16, 24, 32, 48, 80, 96, 141)
 _SHARED = 80
 # GB beside the weights: activations, graphs, and a cache for some requests.
 _BESIDE_WEIGHTS = 4
-SOURCES = {
-    "publisher": "the publisher's repository",
-    "hub": "a page of the hub",
-    "others": "several third parties",
-    "one": "**one third party**",
-}
 
 
 @dataclass(frozen=True)
@@ -31,7 +25,7 @@ class Checkpoint:
 
     Attributes:
         id: Owner and name on the hub.
-        source: Where the id was read, a key of ``SOURCES``.
+        source: Where the id was read, a key of ``SOURCES`` in ``docs/tables.py``.
         billions: Parameters.
         active: Billions of parameters that a token uses; ``None`` for all.
         gb: Size of its files, where it was read.

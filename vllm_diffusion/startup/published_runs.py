@@ -93,11 +93,7 @@ def log_differences(
     if run is None:
         return
     changes = sampling_changes(
-        {
-            name: value
-            for name, value in model_config.get_diff_sampling_param().items()
-            if name in NEUTRAL
-        },
+        model_config.get_diff_sampling_param(),
         run.sampling,
         spec.ways[0].rule.judges_filtered,
     )

@@ -43,7 +43,7 @@ class WholeSequenceEngineConfig(MaskedEngineConfig):
 
         model_config, scheduler = vllm_config.model_config, vllm_config.scheduler_config
         most = scheduler.max_num_batched_tokens
-        if not plan_of(vllm_config).given.max_num_batched_tokens:
+        if not plan_of(vllm_config).sets_max_num_batched_tokens:
             scheduler.max_num_batched_tokens = max(most, model_config.max_model_len)
         elif most < model_config.max_model_len:
             logger.info(

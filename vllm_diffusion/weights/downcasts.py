@@ -16,32 +16,26 @@ _LOADER = logging.getLogger("vllm.model_executor.models.utils")
 _WARNING = "Attempted to load weight %s with dtype %s into"
 
 
-class _Counted(logging.Filter):
-    """Counts vLLM's warnings, and keeps them from the log."""
+@contextmanager
+def counted_downcasts() -> Iterator[None]:
+    """Have what is loaded within reported by one line for each pair of dtypes, not one a tensor."""
+    tensors: Counter[tuple[str, str]] = Counter()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.tensors: Counter[tuple[str, str]] = Counter()
-
-    def filter(self, record: logging.LogRecord) -> bool:
+    def is_other(record: logging.LogRecord) -> bool:
+        """Count vLLM's warnings, and keep them from the log."""
         if record.levelno != logging.WARNING or not str(record.msg).startswith(_WARNING):
             return True
         assert isinstance(record.args, tuple)
         _, stored, served = record.args
-        self.tensors[str(stored), str(served)] += 1
+        tensors[str(stored), str(served)] += 1
         return False
 
-
-@contextmanager
-def counted_downcasts() -> Iterator[None]:
-    """Have what is loaded within reported by one line for each pair of dtypes, not one a tensor."""
-    counted = _Counted()
-    _LOADER.addFilter(counted)
+    _LOADER.addFilter(is_other)
     try:
         yield
     finally:
-        _LOADER.removeFilter(counted)
-    for (stored, served), number in counted.tensors.items():
+        _LOADER.removeFilter(is_other)
+    for (stored, served), number in tensors.items():
         logger.info(
             "%d tensors of the checkpoint are %s, and served in %s.", number, stored, served
         )

@@ -1,115 +1,28 @@
-"""Quantised formats: the tensors of a module, for each that can be checked, and what runs them."""
+"""Quantised formats: what a checkpoint's config says of them, and what runs them."""
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from math import ceil
 from typing import Any
-
-from vllm_diffusion.weights.tensor_rules import Shape
 
 # Numbers that share a scale in NVFP4.
 GROUP_SIZE = 16
-# Dtypes by safetensors' names.
-FP8 = "F8_E4M3"
-PACKED = "U8"
+# Dtypes of numbers that are not quantised, by safetensors' names.
 FLOATS = ("F64", "F32", "F16", "BF16")
 # What shares a scale of FP8 weights.
 FP8_STRATEGIES = ("tensor", "channel", "block")
 
-# Allowed dtypes of a tensor, and its equivalent shapes.
-Spec = tuple[tuple[str, ...], tuple[Shape, ...]]
-_ONE_NUMBER: Spec = (FLOATS, ((), (1,)))
 
-
-@dataclass(frozen=True)
-class Format:
-    """Storage of a checkpoint's quantised modules.
-
-    Attributes:
-        name: Name in the checkpoint's config.
-        is_fp4: True if weights are NVFP4.
-        quantizes: Takes all names of a module, and returns true if it is quantised.
-        tensors: Takes a module's [out_features, in_features], and returns its tensors by the end of
-            their names.
-    """
-
-    name: str
-    is_fp4: bool
-    quantizes: Callable[[tuple[str, ...]], bool]
-    tensors: Callable[[Shape], dict[str, Spec]]
-
-
-def fp8_tensors(
-    shape: Shape, strategy: str, block: list[int] | None, static_input: bool
-) -> dict[str, Spec]:
-    """Return the tensors of an FP8 module with one scale per tensor, output channel or block."""
-    out_size, in_size = shape
-    # The keys are FP8_STRATEGIES.
-    scales: dict[str, tuple[Shape, ...]] = {
-        "tensor": ((), (1,)),
-        "channel": ((out_size, 1), (out_size,)),
-    }
-    if block is not None:
-        scales["block"] = ((ceil(out_size / block[0]), ceil(in_size / block[1])),)
-    tensors: dict[str, Spec] = {
-        "weight": ((FP8,), (shape,)),
-        "weight_scale": (FLOATS, scales[strategy]),
-    }
-    return tensors | ({"input_scale": _ONE_NUMBER} if static_input else {})
-
-
-def nvfp4_tensors(shape: Shape, names: tuple[str, str, str, str | None]) -> dict[str, Spec]:
-    """Return the tensors of an NVFP4 module: weight, group scales, global scales (the input's if
-    any).
-    """
-    out_size, in_size = shape
-    weight, group_scales, weight_scale, input_scale = names
-    tensors: dict[str, Spec] = {
-        weight: ((PACKED,), ((out_size, in_size // 2),)),
-        group_scales: ((FP8,), ((out_size, in_size // GROUP_SIZE),)),
-        weight_scale: _ONE_NUMBER,
-    }
-    return tensors | ({} if input_scale is None else {input_scale: _ONE_NUMBER})
-
-
-def matches(method: str, entry: str, names: tuple[str, ...]) -> bool:
-    """Return true if an entry of the lists of ``method`` matches any of a module's names, as in
-    vLLM.
-
-    Modelopt's are wildcards or parts of a name.
-    """
-    if method != "compressed-tensors":
-        return any(fnmatch.fnmatch(one, entry) or entry.strip("*") in one for one in names)
-    if entry.startswith("re:"):
-        return any(re.match(entry.removeprefix("re:"), one) for one in names)
-    return entry in names
-
-
-def ignored_entries(settings: dict[str, Any]) -> list[str]:
-    """Return the list of modules that a quantization config leaves unquantised.
-
-    Raises:
-        ValueError: If it is not a list of names and patterns.
-    """
-    inner, where = _modelopt_section(settings)
-    name = "ignore" if inner.get("ignore") else "exclude_modules"
-    return _names(f"{where}{name}", inner.get(name) or [])
-
-
-def read_format(settings: dict[str, Any]) -> Format | None:
-    """Read a quantization config.
+def read_format(settings: dict[str, Any]) -> str | None:
+    """Check a quantization config, and tell whether its weights are NVFP4.
 
     Args:
         settings: ``quantization_config`` of ``config.json``, or ``hf_quant_config.json``.
 
     Returns:
-        The format; ``None`` if its tensors are not known here: vLLM loads it unchecked.
+        The name that the config has for NVFP4; ``None`` for any other format, and for one that is
+        not known here, which vLLM loads unchecked.
 
     Raises:
         ValueError: If a field has a value that is not served, in one sentence that names it.
@@ -150,7 +63,7 @@ def without_emulation(settings: dict[str, Any]) -> str | None:
     return None
 
 
-def _read_compressed_tensors(settings: dict[str, Any]) -> Format | None:
+def _read_compressed_tensors(settings: dict[str, Any]) -> str | None:
     from compressed_tensors import CompressionFormat
 
     known = sorted(one.value for one in CompressionFormat)
@@ -170,29 +83,19 @@ def _read_compressed_tensors(settings: dict[str, Any]) -> Format | None:
             field = "format" if own is None else f"config_groups.{key}.format"
             raise _misfit(field, name, f"one of {', '.join(known)}")
         formats.add(name)
-        _names(f"config_groups.{key}.targets", group.get("targets"))
+        _check_names(f"config_groups.{key}.targets", group.get("targets"))
     # Groups with formats of their own are left to vLLM.
     if len(groups) != 1 or len(formats) != 1:
         return None
     ((key, group),), (name,) = groups.items(), formats
     weights = _arguments(f"config_groups.{key}.weights", group.get("weights"))
-    inputs = None
     if group.get("input_activations") is not None:
-        where = f"config_groups.{key}.input_activations"
-        inputs = _arguments(where, group["input_activations"])
-    ignored, targets = ignored_entries(settings), group["targets"]
-
-    def quantizes(names: tuple[str, ...]) -> bool:
-        return not any(matches("compressed-tensors", entry, names) for entry in ignored) and any(
-            target == "Linear" or matches("compressed-tensors", target, names) for target in targets
-        )
-
+        _arguments(f"config_groups.{key}.input_activations", group["input_activations"])
+    _check_ignored(settings)
     if weights.type != "float":
         return None
     if name == "nvfp4-pack-quantized" and weights.group_size == GROUP_SIZE:
-        input_scale = "input_global_scale" if inputs else None
-        names = ("weight_packed", "weight_scale", "weight_global_scale", input_scale)
-        return Format(name, True, quantizes, partial(nvfp4_tensors, names=names))
+        return str(name)
     if name in ("float-quantized", "naive-quantized") and weights.num_bits == 8:
         block = weights.block_structure
         if weights.strategy not in FP8_STRATEGIES:
@@ -201,17 +104,6 @@ def _read_compressed_tensors(settings: dict[str, Any]) -> Format | None:
         if block is not None and (len(block) != 2 or min(block) < 1):
             field = f"config_groups.{key}.weights.block_structure"
             raise _misfit(field, block, "two numbers of at least 1, rows and columns of a block")
-        return Format(
-            name,
-            False,
-            quantizes,
-            partial(
-                fp8_tensors,
-                strategy=weights.strategy,
-                block=block,
-                static_input=inputs is not None and not inputs.dynamic,
-            ),
-        )
     return None
 
 
@@ -255,8 +147,8 @@ def _mapping(name: str, value: Any) -> dict[str, Any]:
     return value or {}
 
 
-def _names(name: str, value: Any) -> list[str]:
-    """Return a list of names and patterns, after a check that they are."""
+def _check_names(name: str, value: Any) -> None:
+    """Refuse what is not a list of names and patterns."""
     if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
         raise _misfit(name, value, "a list of names and patterns of modules")
     for entry in value:
@@ -264,7 +156,13 @@ def _names(name: str, value: Any) -> list[str]:
             re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
         except re.error as error:
             raise _refused(name, entry, f"is not a regular expression ({error})") from None
-    return value
+
+
+def _check_ignored(settings: dict[str, Any]) -> None:
+    """Refuse a list of unquantised modules that is not one of names and patterns."""
+    inner, where = _modelopt_section(settings)
+    name = "ignore" if inner.get("ignore") else "exclude_modules"
+    _check_names(f"{where}{name}", inner.get(name) or [])
 
 
 def _misfit(name: str, value: object, allowed: str) -> ValueError:
@@ -287,34 +185,16 @@ def _modelopt_section(settings: dict[str, Any]) -> tuple[dict[str, Any], str]:
     return settings, ""
 
 
-def _read_modelopt(settings: dict[str, Any]) -> Format | None:
+def _read_modelopt(settings: dict[str, Any]) -> str | None:
     inner, where = _modelopt_section(settings)
     algorithm = str(inner.get("quant_algo", "")).upper()
-    ignored = ignored_entries(settings)
-
-    def quantizes(names: tuple[str, ...]) -> bool:
-        # vLLM never quantises a vision tower under modelopt.
-        return not any("vision_tower" in name for name in names) and not any(
-            matches("modelopt", entry, names) for entry in ignored
-        )
-
-    if algorithm in ("NVFP4", "W4A16_NVFP4"):
-        groups = [
-            _mapping(f"{where}config_groups.{key}", group)
-            for key, group in _mapping(f"{where}config_groups", inner.get("config_groups")).items()
-        ]
-        is_weights_only = groups and all(one.get("input_activations") is None for one in groups)
-        input_scale = None if algorithm == "W4A16_NVFP4" or is_weights_only else "input_scale"
-        names = ("weight", "weight_scale", "weight_scale_2", input_scale)
-        return Format(algorithm, True, quantizes, partial(nvfp4_tensors, names=names))
-    if algorithm == "FP8":
-        return Format(
-            algorithm,
-            False,
-            quantizes,
-            partial(fp8_tensors, strategy="tensor", block=None, static_input=True),
-        )
-    return None
+    _check_ignored(settings)
+    if algorithm not in ("NVFP4", "W4A16_NVFP4"):
+        return None
+    groups = _mapping(f"{where}config_groups", inner.get("config_groups"))
+    for key, group in groups.items():
+        _mapping(f"{where}config_groups.{key}", group)
+    return algorithm
 
 
 # Attributes in which vLLM's schemes and methods keep the kernel that they chose.

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_diffusion.weights.formats import FLOATS, Format, read_format, without_emulation
+from vllm_diffusion.weights.formats import FLOATS, read_format, without_emulation
 from vllm_diffusion.weights.weight_files import stored_tensors, weight_files
 
 if TYPE_CHECKING:
@@ -35,18 +35,17 @@ def check_package(settings: dict[str, Any]) -> None:
         )
 
 
-def check_platform(model: str, quantized: Format | None) -> None:
+def check_platform(model: str, nvfp4: str | None) -> None:
     """Refuse FP4 on a machine that can neither run nor emulate it.
 
     Args:
         model: Name of the checkpoint.
-        quantized: Format of its weights; ``None`` for floats, and for a format that is not known
-            here.
+        nvfp4: The config's name for NVFP4; ``None`` for any other format.
 
     Raises:
         ValueError: Naming the checkpoint, the platform and what can be served instead.
     """
-    if quantized is None or not quantized.is_fp4:
+    if nvfp4 is None:
         return
     from vllm.platforms import current_platform
 
@@ -56,7 +55,7 @@ def check_platform(model: str, quantized: Format | None) -> None:
         return
     platform = current_platform.device_name or "this platform"
     raise ValueError(
-        f"The weights of {model} are NVFP4 ({quantized.name}), which this machine can neither run "
+        f"The weights of {model} are NVFP4 ({nvfp4}), which this machine can neither run "
         f"nor emulate: vLLM has no kernel for it on {platform}. Serve the FP8 or BF16 checkpoint "
         "here, or use the ordinary vLLM wheel without an accelerator, where FP4 is emulated."
     )

@@ -54,15 +54,6 @@ class TensorRules:
             if name.endswith(".weight") and len(shape) == 2 and not name.endswith(self.unquantised)
         }
 
-    def module_names(self, shapes: dict[str, Shape]) -> set[str]:
-        """Return all names that an entry of an ignore list may match: modules and their parents."""
-        names = {"lm_head"}
-        for tensor in shapes:
-            for name in self.all_names(tensor):
-                parts = name.split(".")
-                names.update(".".join(parts[:end]) for end in range(1, len(parts)))
-        return names
-
 
 def split_experts(shapes: dict[str, Shape]) -> dict[str, Shape]:
     """Replace fused experts by a matrix for each expert."""

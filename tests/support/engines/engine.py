@@ -159,9 +159,9 @@ class TracedEngine:
         }
         has_canvases = spec_of(self.llm.llm_engine.vllm_config.model_config) is not None
         if has_canvases:
-            found["constraints"] = len(scheduler.constraints)
+            found["constraints"] = len(scheduler.constraints._canvases)
             found["idle passes"] = len(scheduler.stuck._idle_passes)
-            found["held log-probabilities"] = len(scheduler.prompt_logprobs)
+            found["held log-probabilities"] = len(scheduler.prompt_logprobs._held)
         if runner:
             found["runner rows"] = len(runner.req_states.req_id_to_index)
         if runner and has_canvases:

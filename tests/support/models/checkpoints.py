@@ -123,21 +123,18 @@ def write_headers(folder: Path) -> Path:
 
     from benchmarks.memory_limit import expected_specs
     from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaTensors
-    from vllm_diffusion.weights.formats import read_format
     from vllm_diffusion.weights.tensor_rules import split_experts
 
     config = json.loads((folder / "config.json").read_text())
     rules = DiffusionGemmaTensors()
     shapes = rules.shapes(DiffusionGemmaConfig.from_dict(config))
     quantization = config.get("quantization_config")
-    quantized = None if quantization is None else read_format(quantization)
-    shapes = shapes if quantized is None else split_experts(shapes)
+    shapes = shapes if quantization is None else split_experts(shapes)
     header: dict[str, Any] = {}
     end = 0
-    for name, (dtypes, allowed) in expected_specs(shapes, quantized, rules).items():
-        dtype = dtypes[0] if len(dtypes) == 1 else "BF16"
-        begin, end = end, end + math.prod(allowed[0]) * (1 if len(dtypes) == 1 else 2)
-        header[name] = {"dtype": dtype, "shape": allowed[0], "data_offsets": [begin, end]}
+    for name, (dtype, shape) in expected_specs(shapes, quantization, rules).items():
+        begin, end = end, end + math.prod(shape) * (2 if dtype == "BF16" else 1)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     encoded = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)

@@ -41,15 +41,8 @@ def note_command_line() -> None:
     reason="Notes the adapters of the command line, to check them before a start.",
     until="EngineArgs or VllmConfig hold --lora-modules.",
 )
-def _noting(
-    stock: Any,
-    self: Any,
-    parser: Any,
-    namespace: Any,
-    values: Any,
-    option_string: str | None = None,
-) -> None:
-    stock(self, parser, namespace, values, option_string)
+def _noting(stock: Any, self: Any, parser: Any, namespace: Any, *args: Any) -> None:
+    stock(self, parser, namespace, *args)
     _named[:] = [(module.name, module.path) for module in getattr(namespace, self.dest)]
 
 
