@@ -25,6 +25,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm_diffusion.canvas.compiled import compiled
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
 from vllm_diffusion.canvas.step import SlotPass, StepOutput
+from vllm_diffusion.decoding.layouts import SeedRows
 
 Table = TypeVar("Table", bound="tuple[Any, ...]")
 
@@ -329,9 +330,8 @@ class PassRows:
         position.copy_(torch.where(is_row, within, 0))
         offset.copy_(torch.where(is_row, at - start, 0))
         if layout.predicts_next:
-            shift = layout.shift(
-                within, lambda: is_committed(slot), lambda: self.of_slots.seeding[slot]
-            )
+            seeds = SeedRows(lambda: is_committed(slot), lambda: self.of_slots.seeding[slot])
+            shift = layout.shift(within, seeds)
             hidden_index.copy_(torch.where(is_row, at + shift - 1, 0))
 
     def fill_ids(

@@ -16,7 +16,6 @@ from vllm_diffusion.decoding.rule import (
     Setting,
     StepDecision,
     StepInputs,
-    VerifiedRule,
     in_budget,
     is_first,
     keep_first_token,
@@ -124,7 +123,7 @@ class EntropyBound(DecodingRule):
         )
 
 
-class DenoisedDraft(VerifiedRule, EntropyBound):
+class DenoisedDraft(EntropyBound):
     """Draft a canvas of noise after its first token, which is certain; the pass that commits it
     verifies it.
 
@@ -142,6 +141,8 @@ class DenoisedDraft(VerifiedRule, EntropyBound):
     }
     presets = {}
     refused_settings = {"max_denoising_steps": "whose drafts take draft_steps"}
+    # A verified token is drawn as in an autoregressive model.
+    temperatures = DecodingRule.temperatures
 
     def contradiction(
         self, values: Mapping[str, float | str]

@@ -16,8 +16,6 @@ from vllm_diffusion.decoding.rule import (
     Setting,
     StepDecision,
     StepInputs,
-    VerifiedRule,
-    as_drawn,
     in_budget,
     keep_first_token,
     places,
@@ -155,7 +153,7 @@ class Reveal(DecodingRule):
     ) -> tuple[Tensor, Tensor]:
         if not self.at_request_temperature:
             return torch.ones_like(requested), requested
-        return as_drawn(requested)
+        return super().temperatures(settings, step, max_steps, requested)
 
     def decide(
         self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
@@ -305,7 +303,7 @@ class RevealAndEdit(Reveal):
         )
 
 
-class LinearSpec(VerifiedRule):
+class LinearSpec(DecodingRule):
     """Draft a canvas after its first token, which is certain; the pass that commits it verifies it.
 
     A draft is the likeliest token of every position, in one step. Then a causal pass over the

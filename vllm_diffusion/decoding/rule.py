@@ -222,20 +222,6 @@ class Memory(NamedTuple):
     per: Literal["canvas", "position", "step"] = "canvas"
 
 
-def as_drawn(requested: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the temperatures of a rule that judges tokens in the distribution they are drawn from.
-
-    Args:
-        requested: [R], float32; 0 takes the likeliest token at its plain probability.
-
-    Returns:
-        Both temperatures, as in :meth:`DecodingRule.temperatures`.
-    """
-    one = torch.ones_like(requested)
-    is_greedy = requested == 0
-    return torch.where(is_greedy, one, requested), torch.where(is_greedy, requested, one)
-
-
 def in_budget(ascending: Tensor, budget: Tensor) -> Tensor:
     """Return the longest prefix whose sum, less its largest number, is at most a budget, [R, C],
     bool.
@@ -359,7 +345,6 @@ class DecodingRule(ABC):
         """
         return None
 
-    @abstractmethod
     def temperatures(
         self,
         settings: Mapping[str, Tensor],
@@ -370,7 +355,8 @@ class DecodingRule(ABC):
         """Return the temperatures of judging and of drawing, two float32 tensors [R].
 
         Logits are divided by the first when the step judges them, and by both when it draws from
-        them; a second temperature of 0 takes the likeliest token.
+        them; a second temperature of 0 takes the likeliest token. By default tokens are judged in
+        the distribution they are drawn from, at temperature 0 by the plain one.
 
         Args:
             settings: Settings of the rule, [R] each.
@@ -378,6 +364,9 @@ class DecodingRule(ABC):
             max_steps: [R], int32, the step cap.
             requested: [R], float32, the ``temperature`` of the requests.
         """
+        one = torch.ones_like(requested)
+        is_greedy = requested == 0
+        return torch.where(is_greedy, one, requested), torch.where(is_greedy, requested, one)
 
     @abstractmethod
     def decide(
@@ -390,18 +379,3 @@ class DecodingRule(ABC):
             settings: Settings of the rule, [R] each.
             memory: Memory as the previous step left it.
         """
-
-
-class VerifiedRule(DecodingRule):
-    """Base of rules whose canvases are drafts; verified tokens are drawn as in an autoregressive
-    model.
-    """
-
-    def temperatures(
-        self,
-        settings: Mapping[str, Tensor],
-        step: Tensor,
-        max_steps: Tensor,
-        requested: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        return as_drawn(requested)

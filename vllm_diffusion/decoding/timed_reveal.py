@@ -15,7 +15,6 @@ from vllm_diffusion.decoding.rule import (
     Setting,
     StepDecision,
     StepInputs,
-    as_drawn,
     places,
 )
 
@@ -67,15 +66,6 @@ class TimedReveal(DecodingRule):
 
     def reads_margin(self, values: Mapping[str, float | str]) -> bool:
         return values["algorithm"] == TOPK_MARGIN
-
-    def temperatures(
-        self,
-        settings: Mapping[str, Tensor],
-        step: Tensor,
-        max_steps: Tensor,
-        requested: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        return as_drawn(requested)
 
     def decide(
         self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]

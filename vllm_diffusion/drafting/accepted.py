@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 # A better draft gives at least this share more tokens per verification: less is not worth a swap,
@@ -28,30 +28,6 @@ class Verifications:
         """Count the accepted ``lengths`` of drafts that all had ``num_places`` tokens."""
         accepted = (sum(length > place for length in lengths) for place in range(num_places))
         return cls(len(lengths), tuple(accepted))
-
-    @classmethod
-    def from_counters(
-        cls, num_verifications: float, kept_by_position: Mapping[int, float]
-    ) -> Verifications:
-        """Convert the growth of vLLM's counters between two readings.
-
-        Args:
-            num_verifications: Growth of ``vllm:spec_decode_num_drafts_total``.
-            kept_by_position: Growth of ``vllm:spec_decode_num_accepted_tokens_per_pos_total``, by
-                its label ``position``.
-
-        Raises:
-            ValueError: If more were kept at a position than at the one before it, or a position is
-                left out: these are not counters of one server and time.
-        """
-        kept = [kept_by_position[at] for at in sorted(kept_by_position)]
-        grows = any(there > here for here, there in itertools.pairwise([num_verifications, *kept]))
-        if sorted(kept_by_position) != list(range(len(kept))) or grows:
-            raise ValueError(
-                f"{num_verifications:.0f} verifications cannot have kept {dict(kept_by_position)} "
-                "tokens by position."
-            )
-        return cls(int(num_verifications), tuple(map(int, kept)))
 
     def __add__(self, other: Verifications) -> Verifications:
         return Verifications(self.number + other.number, _sum(self.accepted, other.accepted))

@@ -15,6 +15,7 @@ from vllm.v1.outputs import LogprobsTensors
 from attention_kernels.vocab_statistics import RowLogits, scaled_logits
 from vllm_diffusion.canvas.pass_rows import PassRows, rows_of
 from vllm_diffusion.canvas.step import StepOutput
+from vllm_diffusion.decoding.layouts import SeedRows
 from vllm_diffusion.sampling.output_head import OutputHead
 
 IMPOSSIBLE = float("-inf")
@@ -236,10 +237,9 @@ class EmittedLogprobs:
                 lambda verifies: committed if verifies else self._decided(step)[slot, position],
                 slot,
             )
+            seeds = SeedRows(lambda: committed, lambda: seeding)
             shift = self._slots.way.choose(
-                lambda way: way.layout,
-                lambda layout: layout.shift(position, lambda: committed, lambda: seeding),
-                slot,
+                lambda way: way.layout, lambda layout: layout.shift(position, seeds), slot
             )
             # A canvas begins in the row after its seeding one.
             target = position + shift - seeding.to(position.dtype)

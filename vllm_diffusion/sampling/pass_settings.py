@@ -200,8 +200,7 @@ class PassSettings:
         draws = self._draws(some.slot, some.position, judged=judged, drawn=drawn)
 
         def of_layout(layout: CanvasLayout) -> RowDraws:
-            at = partial(some.drawn_at_in, layout)
-            return layout.draws(draws, some.committed, some.seeding, at)
+            return layout.draws(draws, some.seeds, partial(some.drawn_at_in, layout))
 
         return self._slots.way.choose(lambda way: way.layout, of_layout, some.slot)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from vllm_diffusion.canvas.pass_rows import PassRows
-from vllm_diffusion.decoding.layouts import CanvasLayout
+from vllm_diffusion.decoding.layouts import CanvasLayout, SeedRows
 
 
 class SelectedRows:
@@ -32,15 +32,13 @@ class SelectedRows:
         self._pass_rows = pass_rows
         self._num_computed = num_computed
 
-    def committed(self) -> Tensor:
-        """[n], bool: rows of canvases that the pass commits, where one of them draws the next one's
-        first token.
-        """
-        return self._slots.seeds_next[self.slot]
-
-    def seeding(self) -> Tensor:
-        """[n], bool: rows of known tokens after which a canvas begins."""
-        return self._pass_rows.of_slots.seeding[self.slot]
+    @property
+    def seeds(self) -> SeedRows:
+        """Which of the rows draw the first token of the next canvas."""
+        return SeedRows(
+            lambda: self._slots.seeds_next[self.slot],
+            lambda: self._pass_rows.of_slots.seeding[self.slot],
+        )
 
     def drawn_at(self) -> Tensor:
         """[n], int64: position in its sequence of the token that each row draws."""
@@ -52,4 +50,4 @@ class SelectedRows:
         at = self._num_computed[self.slot] + self._pass_rows.offset[self.rows]
         if not layout.is_seeded:
             return at
-        return at + layout.shift(self.position, self.committed, self.seeding)
+        return at + layout.shift(self.position, self.seeds)

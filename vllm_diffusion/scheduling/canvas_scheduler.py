@@ -25,7 +25,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_diffusion.canvas.messages import CanvasView
-from vllm_diffusion.decoding.layouts import ScheduledRequest
+from vllm_diffusion.decoding.layouts import AnswerSizes, ScheduledRequest
 from vllm_diffusion.decoding.pass_order import PassOrder
 from vllm_diffusion.metrics import PassCounters, RowCounts
 from vllm_diffusion.requests.arguments import arguments_of
@@ -109,7 +109,7 @@ class CanvasScheduling(Scheduler):
         """Return the width of the request's canvas after ``num_known`` tokens, in tokens."""
         arguments = arguments_of(request.sampling_params)
         num_after = len(arguments.suffix)
-        return self.spec.layout.width(
+        answer = AnswerSizes(
             arguments.canvas_length,
             request.num_prompt_tokens,
             num_known,
@@ -117,6 +117,7 @@ class CanvasScheduling(Scheduler):
             # Nothing stands between an answer and what follows it.
             1 if num_after else self.spec.block_length(arguments.settings),
         )
+        return self.spec.layout.width(answer)
 
     def _num_sampled(self, request: Request, num_canvas: int) -> int:
         """Return how many of a request's canvas rows are projected onto the vocabulary."""

@@ -49,7 +49,7 @@ from vllm_diffusion.weights.machine_fit import (
     check_room,
 )
 from vllm_diffusion.weights.regular_files import check_regular_files
-from vllm_diffusion.weights.tensor_rules import TensorRules
+from vllm_diffusion.weights.tensor_rules import BodyTensors, TensorRules
 from vllm_diffusion.weights.weight_files import (
     check_weight_files,
     choose_weight_files,
@@ -113,6 +113,8 @@ class BlockDiffusionEngineConfig:
 
     # Rules by the value of the setting ``rule``; the first is the default.
     rules: ClassVar[Mapping[str, PublishedRule]]
+    # Class of ``transformers`` whose tensors a checkpoint has, unless it has rules of its own.
+    body: ClassVar[str]
     # True if the weights are also those of an ordinary causal model, served with `AUTOREGRESSIVE`.
     has_autoregressive_mode: ClassVar[bool] = False
 
@@ -174,7 +176,7 @@ class BlockDiffusionEngineConfig:
     @classmethod
     def tensor_rules(cls) -> TensorRules:
         """Return the rules for names and shapes of a checkpoint's tensors."""
-        raise NotImplementedError
+        return BodyTensors(cls.body)
 
     # Derived from the family's values.
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tests.support.engines.draft_engine import prompt_of, saved_target
 from tests.support.models import drafts
 from tests.support.models.checkpoints import SHIPPED
-from vllm_diffusion.drafting.commands.train_draft import extract
+from vllm_diffusion.drafting.calibration.extract import extract
 from vllm_diffusion.drafting.recording import read_recording
 
 pytestmark = [pytest.mark.engine]
@@ -37,7 +37,7 @@ def extracted(
     target: str | Path, recording: Path, out: Path, *options: str, layers: list[int] = LAYERS
 ) -> None:
     exchanges = read_recording(recording).exchanges
-    extract([str(target), *options], exchanges, layers, out, 2**30, 4096, verbose=True)
+    extract([str(target), *options], exchanges, layers, out, 2**30, 4096)
 
 
 @pytest.mark.slow

@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 
 from vllm_diffusion.decoding.layouts import (
     AlignedBlock,
+    AnswerSizes,
     BlockAfterPrompt,
     CanvasLayout,
     FreeCanvas,
     GrowingSequence,
     ScheduledRequest,
     SeededBlock,
+    SeedRows,
     SequenceOfBlocks,
     ShiftedBlock,
     ShiftedSequence,
@@ -144,7 +146,8 @@ def test_width(
         block_length = LENGTH
     num_generated = min(num_blocks * block_length, max_tokens - 1)
     num_known = num_prompt + num_generated
-    width = layout(most).width(None, num_prompt, num_known, max_tokens, block_length)
+    answer = AnswerSizes(None, num_prompt, num_known, max_tokens, block_length)
+    width = layout(most).width(answer)
     end = num_prompt + max_tokens
     if layout is BlockAfterPrompt:
         assert width == min(LENGTH, end - num_known)
@@ -189,10 +192,8 @@ def test_shift() -> None:
     position = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 0])
     committed = torch.tensor([False] * 4 + [True] * 4 + [False])
     seeding = torch.tensor([False] * 8 + [True])
-    found = {
-        layout: layout(LENGTH).shift(position, lambda: committed, lambda: seeding).tolist()
-        for layout in LAYOUTS
-    }
+    seeds = SeedRows(lambda: committed, lambda: seeding)
+    found = {layout: layout(LENGTH).shift(position, seeds).tolist() for layout in LAYOUTS}
     for layout in (FreeCanvas, AlignedBlock, BlockAfterPrompt, *SEQUENCES):
         assert found[layout] == [0] * 9
     assert found[SeededBlock] == found[VerifiedDraft] == [0, 0, 0, 0, 1, 1, 1, 1, 1]

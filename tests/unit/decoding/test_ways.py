@@ -16,7 +16,7 @@ from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
 from vllm_diffusion.decoding.layouts import FreeCanvas, VerifiedDraft
 from vllm_diffusion.decoding.reveal import LinearSpec
-from vllm_diffusion.decoding.rule import Memory, StepDecision, StepInputs, VerifiedRule
+from vllm_diffusion.decoding.rule import DecodingRule, Memory, StepDecision, StepInputs
 from vllm_diffusion.decoding.ways import Way, WayOfSlots, holding
 
 R, C = 6, 4
@@ -24,7 +24,7 @@ DRAFTS = LinearSpec()
 CPU = torch.device("cpu")
 
 
-class Counting(VerifiedRule):
+class Counting(DecodingRule):
     """A rule with needs that no other rule of the server has: it emits the probability of a named
     token, counts its steps, draws positions and says when keys and values are final.
     """

@@ -11,32 +11,14 @@ from vllm_diffusion.drafting.accepted import Verifications
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=60)
 
 
-def counters(lengths: list[int], longest: int = 9) -> tuple[int, dict[int, float]]:
-    """Return vLLM's counters: for each position, how many verifications accepted its token."""
-    kept = {at: float(sum(length > at for length in lengths)) for at in range(longest)}
-    return len(lengths), kept
-
-
 @given(LENGTHS)
-def test_counters(lengths: list[int]) -> None:
-    """Counters by position give back the mean number of tokens and the shares by position."""
-    found = Verifications.from_counters(*counters(lengths))
-    assert found == Verifications.of(lengths, 9)
+def test_counts(lengths: list[int]) -> None:
+    """Counts by position give back the mean number of tokens and the shares by position."""
+    found = Verifications.of(lengths, 9)
     assert found.number == len(lengths)
     assert found.tokens == pytest.approx(1 + sum(lengths) / len(lengths))
     expected = [sum(length > at for length in lengths) / len(lengths) for at in range(9)]
     assert found.by_position == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("verifications", "kept"),
-    [(3, {0: 4.0}), (3, {0: 1.0, 1: 2.0}), (3, {0: 2.0, 2: 1.0}), (3, {1: 2.0})],
-    ids=["more than all", "more behind", "a gap", "no first"],
-)
-def test_not_counters(verifications: int, kept: dict[int, float]) -> None:
-    """Counters that no server can have are refused."""
-    with pytest.raises(ValueError, match="verifications cannot have kept"):
-        Verifications.from_counters(verifications, kept)
 
 
 def histogram(*counts: int) -> Verifications:

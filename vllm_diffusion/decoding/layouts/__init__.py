@@ -8,9 +8,11 @@ from vllm_diffusion.decoding.layouts.blocks import (
     VerifiedDraft,
 )
 from vllm_diffusion.decoding.layouts.canvas_layout import (
+    AnswerSizes,
     CanvasLayout,
     FreeCanvas,
     ScheduledRequest,
+    SeedRows,
     span_variants,
 )
 from vllm_diffusion.decoding.layouts.whole_sequence import (
@@ -22,11 +24,13 @@ from vllm_diffusion.decoding.layouts.whole_sequence import (
 
 __all__ = [
     "AlignedBlock",
+    "AnswerSizes",
     "BlockAfterPrompt",
     "CanvasLayout",
     "FreeCanvas",
     "GrowingSequence",
     "ScheduledRequest",
+    "SeedRows",
     "SeededBlock",
     "SequenceOfBlocks",
     "ShiftedBlock",

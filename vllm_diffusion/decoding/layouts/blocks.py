@@ -11,9 +11,11 @@ from torch import Tensor
 
 from attention_kernels.vocab_statistics import RowDraws
 from vllm_diffusion.decoding.layouts.canvas_layout import (
+    AnswerSizes,
     CanvasLayout,
     ScheduledRequest,
     ScheduledRows,
+    SeedRows,
     from_first_free,
 )
 
@@ -110,15 +112,9 @@ class BlockAfterPrompt(AlignedBlock):
     def alignment(self) -> int:
         return 1
 
-    def width(
-        self,
-        wanted: int | None,
-        num_prompt: int,
-        num_known: int,
-        max_tokens: int,
-        block_length: int,
-    ) -> int:
-        return max(min(self.length, num_prompt + max_tokens - num_known), 1)
+    def width(self, answer: AnswerSizes) -> int:
+        left = answer.num_prompt + answer.max_tokens - answer.num_known
+        return max(min(self.length, left), 1)
 
     def num_given(self, num_known: int) -> int:
         return 0
@@ -143,11 +139,11 @@ class BlockAfterPrompt(AlignedBlock):
         return spans
 
 
-def _seeds(draws: RowDraws, committed: Tensor, seeding: Tensor, length: int) -> RowDraws:
+def _seeds(draws: RowDraws, seeds: SeedRows, length: int) -> RowDraws:
     """Set the noise keys of first tokens: step 0 of the canvas, at a position after its end."""
-    is_seed = committed | seeding
+    is_seed = seeds.either()
     return draws._replace(
-        canvas_idx=draws.canvas_idx + committed.to(torch.int32),
+        canvas_idx=draws.canvas_idx + seeds.committed().to(torch.int32),
         step=torch.where(is_seed, 0, draws.step),
         position=torch.where(is_seed, length, draws.position),
     )
@@ -164,22 +160,14 @@ class SeededBlock(CanvasLayout):
     summary: ClassVar[str] = f"{CanvasLayout.summary}; the first token from the encoding pass"
     is_seeded = True
 
-    def shift(
-        self, position: Tensor, committed: Callable[[], Tensor], seeding: Callable[[], Tensor]
-    ) -> Tensor:
-        return (committed() | seeding()).to(position.dtype)
+    def shift(self, position: Tensor, seeds: SeedRows) -> Tensor:
+        return seeds.either().to(position.dtype)
 
     def seed_position(self, num_final: Tensor) -> Tensor:
         return (num_final - 1).clamp(min=0)
 
-    def draws(
-        self,
-        draws: RowDraws,
-        committed: Callable[[], Tensor],
-        seeding: Callable[[], Tensor],
-        drawn_at: Callable[[], Tensor],
-    ) -> RowDraws:
-        return _seeds(draws, committed(), seeding(), self.length)
+    def draws(self, draws: RowDraws, seeds: SeedRows, drawn_at: Callable[[], Tensor]) -> RowDraws:
+        return _seeds(draws, seeds, self.length)
 
 
 @dataclass(frozen=True)
@@ -198,25 +186,17 @@ class ShiftedBlock(AlignedBlock):
     is_seeded = True
     predicts_next = True
 
-    def shift(
-        self, position: Tensor, committed: Callable[[], Tensor], seeding: Callable[[], Tensor]
-    ) -> Tensor:
-        return torch.where(seeding(), 1, torch.where(position == 0, self.length, 0))
+    def shift(self, position: Tensor, seeds: SeedRows) -> Tensor:
+        return torch.where(seeds.seeding(), 1, torch.where(position == 0, self.length, 0))
 
     def seed_position(self, num_final: Tensor) -> Tensor:
         return torch.zeros_like(num_final)
 
-    def draws(
-        self,
-        draws: RowDraws,
-        committed: Callable[[], Tensor],
-        seeding: Callable[[], Tensor],
-        drawn_at: Callable[[], Tensor],
-    ) -> RowDraws:
-        is_seed = committed() | seeding()
+    def draws(self, draws: RowDraws, seeds: SeedRows, drawn_at: Callable[[], Tensor]) -> RowDraws:
+        is_seed = seeds.either()
         scale = torch.where(is_seed, 0.0, draws.request_temperature)
         draws = draws._replace(request_temperature=scale)
-        return _seeds(draws, committed(), seeding(), self.length)
+        return _seeds(draws, seeds, self.length)
 
 
 _ALL_AT_ONCE = (
@@ -262,14 +242,8 @@ class VerifiedDraft(SeededBlock):
         _NO_TOKEN,
     )
 
-    def draws(
-        self,
-        draws: RowDraws,
-        committed: Callable[[], Tensor],
-        seeding: Callable[[], Tensor],
-        drawn_at: Callable[[], Tensor],
-    ) -> RowDraws:
-        is_seed = committed() | seeding()
+    def draws(self, draws: RowDraws, seeds: SeedRows, drawn_at: Callable[[], Tensor]) -> RowDraws:
+        is_seed = seeds.either()
         zero = torch.zeros_like(draws.step)
         return draws._replace(
             request_temperature=torch.where(is_seed, draws.request_temperature, 0.0),

@@ -62,6 +62,41 @@ class ScheduledRequest(NamedTuple):
         return self.max_model_len - self.num_computed - self.num_uncomputed
 
 
+class AnswerSizes(NamedTuple):
+    """Sizes that the width of a request's canvases follows from.
+
+    Attributes:
+        wanted: Number of positions that the request asks for; ``None`` for the server's.
+        num_prompt: Tokens of its prompt.
+        num_known: Tokens of it and of its answer so far.
+        max_tokens: Tokens of its answer at most.
+        block_length: Positions that are denoised at a time.
+    """
+
+    wanted: int | None
+    num_prompt: int
+    num_known: int
+    max_tokens: int
+    block_length: int
+
+
+class SeedRows(NamedTuple):
+    """Rows of a pass that draw the first token of the next canvas, where canvases have a seed.
+
+    Attributes:
+        committed: Computes [N], bool: rows of canvases that the pass commits.
+        seeding: Computes [N], bool: rows of known tokens, of which each draws the first token of
+            the canvas that begins after it.
+    """
+
+    committed: Callable[[], Tensor]
+    seeding: Callable[[], Tensor]
+
+    def either(self) -> Tensor:
+        """[N], bool: the rows of both kinds."""
+        return self.committed() | self.seeding()
+
+
 class ScheduledRows(NamedTuple):
     """Rows of a request in a pass.
 
@@ -149,24 +184,9 @@ class CanvasLayout:
 
     # The scheduler.
 
-    def width(
-        self,
-        wanted: int | None,
-        num_prompt: int,
-        num_known: int,
-        max_tokens: int,
-        block_length: int,
-    ) -> int:
-        """Return the number of positions of a request's canvases, at most C.
-
-        Args:
-            wanted: Number that the request asks for; ``None`` for the server's.
-            num_prompt: Tokens of its prompt.
-            num_known: Tokens of it and of its answer so far.
-            max_tokens: Tokens of its answer at most.
-            block_length: Positions that are denoised at a time.
-        """
-        return wanted or self.length
+    def width(self, answer: AnswerSizes) -> int:
+        """Return the number of positions of a request's canvases, at most C."""
+        return answer.wanted or self.length
 
     def num_before(self, num_prompt: int, num_generated: int, length: int) -> int:
         """Return how many canvases, or blocks of one, a request has emitted.
@@ -273,9 +293,7 @@ class CanvasLayout:
         """
         return torch.where(is_committed(), 0, num_canvas)
 
-    def shift(
-        self, position: Tensor, committed: Callable[[], Tensor], seeding: Callable[[], Tensor]
-    ) -> Tensor:
+    def shift(self, position: Tensor, seeds: SeedRows) -> Tensor:
         """Return how many positions after each sampled row the token stands that it draws, [N],
         int.
 
@@ -283,9 +301,7 @@ class CanvasLayout:
 
         Args:
             position: [N], int, position of each row in its canvas; 0 where it is ``seeding``.
-            committed: Computes [N], bool: rows of canvases that the pass commits.
-            seeding: Computes [N], bool: rows of known tokens, of which each draws the first token
-                of the canvas that begins after it.
+            seeds: Which of the rows draw such a token.
         """
         return torch.zeros_like(position)
 
@@ -303,19 +319,12 @@ class CanvasLayout:
 
     # The sampler.
 
-    def draws(
-        self,
-        draws: RowDraws,
-        committed: Callable[[], Tensor],
-        seeding: Callable[[], Tensor],
-        drawn_at: Callable[[], Tensor],
-    ) -> RowDraws:
+    def draws(self, draws: RowDraws, seeds: SeedRows, drawn_at: Callable[[], Tensor]) -> RowDraws:
         """Return the temperatures and noise keys of the rows of a pass.
 
         Args:
             draws: Values for N rows of canvases.
-            committed: Computes [N], bool, as for :meth:`shift`.
-            seeding: Computes [N], bool, as for :meth:`shift`.
+            seeds: Which of the rows draw the first token of the next canvas.
             drawn_at: Computes [N], int64: position in its sequence of the token that each row
                 draws.
         """

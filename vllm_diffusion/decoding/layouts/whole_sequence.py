@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from vllm_diffusion.decoding.layouts.canvas_layout import (
+    AnswerSizes,
     CanvasLayout,
     Positions,
     ScheduledRequest,
     ScheduledRows,
+    SeedRows,
     from_first_free,
 )
 
@@ -48,15 +50,8 @@ class WholeSequence(CanvasLayout):
         ("canvas_length", "seed_canvas", "pinned", "read_only", "constrained"), _WHOLE
     )
 
-    def width(
-        self,
-        wanted: int | None,
-        num_prompt: int,
-        num_known: int,
-        max_tokens: int,
-        block_length: int,
-    ) -> int:
-        return min(num_prompt + max_tokens, self.length)
+    def width(self, answer: AnswerSizes) -> int:
+        return min(answer.num_prompt + answer.max_tokens, self.length)
 
     def num_before(self, num_prompt: int, num_generated: int, length: int) -> int:
         return num_generated // length
@@ -94,9 +89,7 @@ class ShiftedSequence(WholeSequence):
     summary: ClassVar[str] = f"{WholeSequence.summary}; rows shifted by one"
     predicts_next = True
 
-    def shift(
-        self, position: Tensor, committed: Callable[[], Tensor], seeding: Callable[[], Tensor]
-    ) -> Tensor:
+    def shift(self, position: Tensor, seeds: SeedRows) -> Tensor:
         return torch.zeros_like(position)
 
 
@@ -109,18 +102,10 @@ class SequenceOfBlocks(WholeSequence):
     summary: ClassVar[str] = f"{WholeSequence.summary}; whole blocks"
     has_whole_blocks = True
 
-    def width(
-        self,
-        wanted: int | None,
-        num_prompt: int,
-        num_known: int,
-        max_tokens: int,
-        block_length: int,
-    ) -> int:
-        whole = num_prompt + -(-max_tokens // block_length) * block_length
-        if whole <= self.length:
-            return whole
-        return super().width(wanted, num_prompt, num_known, max_tokens, block_length)
+    def width(self, answer: AnswerSizes) -> int:
+        blocks = -(-answer.max_tokens // answer.block_length)
+        whole = answer.num_prompt + blocks * answer.block_length
+        return whole if whole <= self.length else super().width(answer)
 
 
 @dataclass(frozen=True)
@@ -133,13 +118,5 @@ class GrowingSequence(SequenceOfBlocks):
         "suffix": "is not supported by this model, which has nothing after the block that it writes; leave it out.",
     }
 
-    def width(
-        self,
-        wanted: int | None,
-        num_prompt: int,
-        num_known: int,
-        max_tokens: int,
-        block_length: int,
-    ) -> int:
-        whole = super().width(wanted, num_prompt, num_known, max_tokens, block_length)
-        return min(whole, num_known + block_length)
+    def width(self, answer: AnswerSizes) -> int:
+        return min(super().width(answer), answer.num_known + answer.block_length)

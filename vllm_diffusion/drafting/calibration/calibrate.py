@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 import time
@@ -25,7 +24,6 @@ from vllm_diffusion.drafting.calibration.samples import (
 from vllm_diffusion.drafting.calibration.train import Progress, TrainSettings, measure, train
 from vllm_diffusion.drafting.draft_check import check_fit
 from vllm_diffusion.drafting.reference_draft import ReferenceDraft, load_draft, save_draft
-from vllm_diffusion.weights.regular_files import why_not_folder
 
 # Samples that progress is measured on.
 _MAX_HELD_OUT = 64
@@ -53,8 +51,6 @@ def load_ends(target: str) -> TargetEnds:
     Raises:
         ValueError: If it cannot be loaded.
     """
-    if os.path.isdir(target) and (problem := why_not_folder(target)):
-        raise ValueError(f"--target {target} {problem}; name the folder of a model.")
     try:
         model = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
     except (OSError, ValueError) as error:
@@ -74,8 +70,6 @@ def load_first_draft(folder: Path) -> ReferenceDraft:
     Raises:
         ValueError: If it cannot be read.
     """
-    if not os.path.isfile(folder / "config.json"):
-        raise ValueError(f"--from {folder} has no config.json; name the folder of a draft.")
     try:
         return load_draft(folder)
     except (OSError, ValueError, KeyError, SafetensorError) as error:

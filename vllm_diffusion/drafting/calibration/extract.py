@@ -11,13 +11,14 @@ import dataclasses
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
 
+from vllm_diffusion.cli.console import say
 from vllm_diffusion.drafting.calibration.samples import sample_name
 from vllm_diffusion.drafting.recording import Exchange
 
@@ -36,50 +37,27 @@ _CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "f
 _REPEATED, _TOO_LONG, _NO_ROOM = "repeat another", "are too long", "have no room (--disk-gib)"
 
 
-@dataclasses.dataclass(frozen=True)
-class Extracted:
-    """Counts of one extraction.
-
-    Attributes:
-        num_samples: Samples that were written.
-        num_tokens: Tokens of these samples.
-        num_bytes: Bytes of their hidden states.
-        num_cut: Sequences whose end is left out.
-        left_out: Exchanges that are left out, by the reason: another one repeats them, their prompt
-            alone is too long, or there is no room for older ones.
-    """
-
-    num_samples: int
-    num_tokens: int
-    num_bytes: int
-    num_cut: int
-    left_out: dict[str, int]
-
-
 def extract(
-    engine_args: EngineArgs,
+    target: Sequence[str],
     exchanges: Sequence[Exchange],
     target_layer_ids: Sequence[int],
     out: Path,
-    *,
-    max_bytes: int = 4 * 2**30,
-    max_length: int = 4096,
-    report: Callable[[str], None] = lambda line: None,
-) -> Extracted:
+    max_bytes: int,
+    max_length: int,
+) -> None:
     """Write a sample for each exchange, the newest first, until there is no room.
 
     The engine runs in a process of its own, which this one ends; its files are read with vLLM's
-    ``load_hidden_states``.
+    ``load_hidden_states``. Progress, and what is left out, are printed.
 
     Args:
-        engine_args: Options of the target, without a draft. ``enforce_eager`` and no prefix cache
-            are set.
+        target: The model, and options of vLLM for it, without a draft. ``enforce_eager`` and no
+            prefix cache are set.
         exchanges: Exchanges to replay, oldest first.
         target_layer_ids: Layers whose outputs the draft reads, as its ``config.json`` has them.
         out: A folder that is not there yet, or is empty.
         max_bytes: Limit for all hidden states.
         max_length: Tokens of a sequence; the end of a longer one is left out.
-        report: Called with a line of progress.
 
     Raises:
         ValueError: Before weights are loaded, naming the option or the field and the remedy; and
@@ -87,6 +65,11 @@ def extract(
     """
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"--out: {out} is not empty; name a new folder.")
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm-diffusion calibrate train"))
+    engine_args = EngineArgs.from_cli_args(parser.parse_args(["--model", *target]))
     # This comes first: vLLM's refusal would name the extraction's method, which the user did not
     # set.
     if engine_args.create_model_config().is_diffusion:
@@ -117,15 +100,19 @@ def extract(
             "--max-length and --max-model-len, or --disk-gib."
         )
     total = sum(len(each.token_ids) for each in chosen)
-    report(
+    say(
         f"{len(chosen)} sequences, {total} tokens, {total * bytes_a_token / 2**20:.1f} MiB of hidden states"
     )
     out.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
-        _replay(engine_args, chosen, out, bytes_a_token, report)
+        _replay(engine_args, chosen, out, bytes_a_token)
     finally:
         shutil.rmtree(out / _STAGING, ignore_errors=True)
-    return Extracted(len(chosen), total, total * bytes_a_token, num_cut, left_out)
+    for why, count in left_out.items():
+        if count:
+            say(f"{count} exchanges {why} and are left out.")
+    if num_cut:
+        say(f"{num_cut} sequences are cut to {max_length} tokens (--max-length).")
 
 
 def _extracting(
@@ -224,11 +211,7 @@ def _batches(
 
 
 def _replay(
-    engine_args: EngineArgs,
-    exchanges: Sequence[Exchange],
-    out: Path,
-    bytes_a_token: int,
-    report: Callable[[str], None],
+    engine_args: EngineArgs, exchanges: Sequence[Exchange], out: Path, bytes_a_token: int
 ) -> None:
     # An engine in this process writes a request's states in the step after it, if there is one.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
@@ -247,7 +230,7 @@ def _replay(
         for (idx, exchange), output in zip(batch, outputs, strict=True):
             _keep(output, exchange, out / sample_name(idx, exchange.is_held_out))
         done += len(batch)
-        report(f"{done} of {len(exchanges)} sequences, {time.monotonic() - start:.0f} s")
+        say(f"{done} of {len(exchanges)} sequences, {time.monotonic() - start:.0f} s")
 
 
 def _keep(output: Any, exchange: Exchange, path: Path) -> None:

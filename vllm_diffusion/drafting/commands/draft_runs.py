@@ -186,7 +186,7 @@ def _ask_all(running: Sequence[tuple[Result, Server]], plan: Plan) -> None:
                         answered = _ask(
                             server, task, plan, concurrency, index, result.contender.by_turns
                         )
-                    except (AnswerError, ServerError, ValueError) as error:
+                    except (AnswerError, ServerError) as error:
                         result.failure = f"{task}: {error}"
                         say(f"         {result.contender.name}: {result.failure}")
                         continue

@@ -44,16 +44,13 @@ class Growth:
 
     @classmethod
     def between(cls, before: Sequence[Sample], after: Sequence[Sample]) -> Growth:
-        """Subtract one look at the counters from a later one.
-
-        Raises:
-            ValueError: As :meth:`Verifications.from_counters`.
-        """
+        """Subtract one look at the counters from a later one."""
         was, now = totals(before), totals(after)
         kept_before, kept = (
             totals((each for each in samples if each.name in _KEPT), "position")
             for samples in (before, after)
         )
+        places = sorted(kept, key=int)
 
         def grown(*names: str) -> float:
             return sum(now.get(name, 0.0) - was.get(name, 0.0) for name in names)
@@ -69,9 +66,9 @@ class Growth:
             requests,
             tokens,
             grown("vllm:time_to_first_token_seconds_sum"),
-            Verifications.from_counters(
-                grown(*_VERIFIED),
-                {int(at): count - kept_before.get(at, 0.0) for at, count in kept.items()},
+            Verifications(
+                int(grown(*_VERIFIED)),
+                tuple(int(kept[at] - kept_before.get(at, 0.0)) for at in places),
             ),
             passes,
             rows,

@@ -9,7 +9,6 @@ import multiprocessing
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -21,7 +20,7 @@ from vllm_diffusion.cli.console import add_verbose, fail, one_line, quieten, say
 from vllm_diffusion.drafting.accepted import MARGIN
 from vllm_diffusion.drafting.calibration.train_settings import TrainSettings
 from vllm_diffusion.drafting.commands.contenders import draft_config
-from vllm_diffusion.drafting.recording import Exchange, read_recording
+from vllm_diffusion.drafting.recording import read_recording
 
 if TYPE_CHECKING:
     from vllm_diffusion.cli.checkpoint import Subcommands
@@ -100,18 +99,6 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read_exchanges(recording: Path) -> list[Exchange]:
-    """Read what is recorded there.
-
-    Raises:
-        UsageError: If it is nothing.
-    """
-    try:
-        return read_recording(recording).exchanges
-    except ValueError as error:
-        raise values.UsageError(f"argument recording: {error}") from None
-
-
 def run(arguments: argparse.Namespace) -> int:
     running = RunningTime()
     try:
@@ -122,18 +109,25 @@ def run(arguments: argparse.Namespace) -> int:
     out = arguments.out
     if out.exists():
         raise values.UsageError(f"--out: {out} is there already; name a new folder.")
-    exchanges = read_exchanges(arguments.recording)
+    try:
+        exchanges = read_recording(arguments.recording).exchanges
+    except ValueError as error:
+        raise values.UsageError(f"argument recording: {error}") from None
     layers = _layers_of(arguments.first)
     out.parent.mkdir(parents=True, exist_ok=True)
     if not arguments.verbose:
         quieten()
+    from vllm_diffusion.drafting.calibration.extract import extract
+
     try:
         _check_device(arguments.device)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
             samples = Path(folder) / "samples"
             # Its engine needs a process without torch's threads, and what it has loaded goes with
             # it.
-            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            spawn = multiprocessing.get_context("spawn")
+            quiet = None if arguments.verbose else quieten
+            with ProcessPoolExecutor(1, spawn, initializer=quiet) as pool:
                 pool.submit(
                     extract,
                     [arguments.target, *arguments.vllm_options],
@@ -142,7 +136,6 @@ def run(arguments: argparse.Namespace) -> int:
                     samples,
                     int(arguments.disk_gib * 2**30),
                     arguments.max_length,
-                    arguments.verbose,
                 ).result()
             _train(arguments, settings, samples, running)
     except ValueError as error:
@@ -183,54 +176,6 @@ def _check_device(name: str) -> None:
     # Nothing is put there: the memory is the extraction's first.
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"--device {name}: torch finds no such GPU; set it to cpu.")
-
-
-def extract(
-    target: Sequence[str],
-    exchanges: Sequence[Exchange],
-    layers: Sequence[int],
-    out: Path,
-    max_bytes: int,
-    max_length: int,
-    verbose: bool,
-) -> None:
-    """Write the hidden states of a target at recorded tokens, as a process of its own does.
-
-    Args:
-        target: The model, and options of vLLM for it.
-        exchanges: As of :func:`~vllm_diffusion.drafting.calibration.extract.extract`, like those
-            that follow.
-        layers: Layers whose outputs are written.
-        out: Folder of the samples.
-        max_bytes: Limit for all of them.
-        max_length: Tokens of a sample.
-        verbose: Whether what vLLM prints is printed.
-
-    Raises:
-        ValueError: As that function.
-    """
-    if not verbose:
-        quieten()
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    from vllm_diffusion.drafting.calibration import extract as extraction
-
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm-diffusion calibrate train"))
-    done = extraction.extract(
-        EngineArgs.from_cli_args(parser.parse_args(["--model", *target])),
-        exchanges,
-        layers,
-        out,
-        max_bytes=max_bytes,
-        max_length=max_length,
-        report=say,
-    )
-    for why, count in done.left_out.items():
-        if count:
-            say(f"{count} exchanges {why} and are left out.")
-    if done.num_cut:
-        say(f"{done.num_cut} sequences are cut to {max_length} tokens (--max-length).")
 
 
 def _train(

@@ -30,7 +30,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
@@ -40,7 +40,6 @@ from vllm_diffusion.decoding.reveal_in_blocks import RevealInBlocks
 from vllm_diffusion.startup.engine_config import PublishedRule
 from vllm_diffusion.startup.masked_models import MaskedEngineConfig
 from vllm_diffusion.startup.whole_sequences import WholeSequenceEngineConfig
-from vllm_diffusion.weights.tensor_rules import BodyTensors, TensorRules
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -78,12 +77,8 @@ class _Qwen3Body:
     tokenizer has free.
     """
 
-    body: ClassVar[str] = "Qwen3ForCausalLM"
-    mask_token_id: ClassVar[int] = 151669
-
-    @classmethod
-    def tensor_rules(cls) -> TensorRules:
-        return BodyTensors(cls.body)
+    body = "Qwen3ForCausalLM"
+    mask_token_id = 151669
 
 
 class _Qwen2Body(_Qwen3Body):

@@ -23,7 +23,6 @@ from vllm_diffusion.decoding.layouts import ShiftedSequence
 from vllm_diffusion.decoding.timed_reveal import TimedReveal
 from vllm_diffusion.startup.engine_config import PublishedRule
 from vllm_diffusion.startup.whole_sequences import WholeSequenceEngineConfig
-from vllm_diffusion.weights.tensor_rules import BodyTensors, TensorRules
 
 
 class DreamEngineConfig(WholeSequenceEngineConfig):
@@ -36,12 +35,9 @@ class DreamEngineConfig(WholeSequenceEngineConfig):
         )
     }
     generation_keys = {"algorithm": "alg", "max_denoising_steps": "steps"}
+    body = "Qwen2ForCausalLM"
     mask_token_id = 151666
     block_length = 512
     layout = ShiftedSequence
     # By the README; config.json names the positions of the model that it was trained from.
     context_length = 2048
-
-    @classmethod
-    def tensor_rules(cls) -> TensorRules:
-        return BodyTensors("Qwen2ForCausalLM")

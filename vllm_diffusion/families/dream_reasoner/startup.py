@@ -34,7 +34,6 @@ from transformers import Qwen3Config
 from vllm_diffusion.decoding.reveal import Reveal
 from vllm_diffusion.startup.engine_config import PublishedRule
 from vllm_diffusion.startup.masked_models import MaskedEngineConfig
-from vllm_diffusion.weights.tensor_rules import BodyTensors, TensorRules
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -56,6 +55,7 @@ class DreamReasonerEngineConfig(MaskedEngineConfig):
     """The entry of ``DreamForCausalLM``."""
 
     rules = {"reveal": PublishedRule(Reveal, {"reveal_threshold": 0.9, "strategy": "dynamic"})}
+    body = "Qwen3ForCausalLM"
     mask_token_id = 151669
     block_length = 32
 
@@ -69,7 +69,3 @@ class DreamReasonerEngineConfig(MaskedEngineConfig):
                 """'{"architectures": ["DreamModel"]}' serves it."""
             )
         super().verify_and_update_model_config(model_config)
-
-    @classmethod
-    def tensor_rules(cls) -> TensorRules:
-        return BodyTensors("Qwen3ForCausalLM")

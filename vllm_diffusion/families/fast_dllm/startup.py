@@ -24,7 +24,6 @@ trained with.
 from __future__ import annotations
 
 from functools import partial
-from typing import ClassVar
 
 from transformers import Qwen2Config
 
@@ -32,7 +31,6 @@ from vllm_diffusion.decoding.layouts import ShiftedBlock
 from vllm_diffusion.decoding.reveal import Reveal
 from vllm_diffusion.startup.engine_config import PublishedRule
 from vllm_diffusion.startup.masked_models import MaskedEngineConfig
-from vllm_diffusion.weights.tensor_rules import BodyTensors, TensorRules
 
 
 class FastDLLMConfig(Qwen2Config):
@@ -44,7 +42,7 @@ class FastDLLMConfig(Qwen2Config):
 class FastDLLMEngineConfig(MaskedEngineConfig):
     """The entry of ``Fast_dLLM_QwenForCausalLM``."""
 
-    body: ClassVar[str] = "Qwen2ForCausalLM"
+    body = "Qwen2ForCausalLM"
     rules = {
         "reveal": PublishedRule(
             partial(Reveal, judges_to_end=True, sub_block_length=8),
@@ -55,10 +53,6 @@ class FastDLLMEngineConfig(MaskedEngineConfig):
     block_length = 32
     block_length_key = "bd_size"
     layout = ShiftedBlock
-
-    @classmethod
-    def tensor_rules(cls) -> TensorRules:
-        return BodyTensors(cls.body)
 
 
 class FastDLLMQwen3EngineConfig(FastDLLMEngineConfig):

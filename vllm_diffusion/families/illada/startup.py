@@ -23,7 +23,6 @@ from vllm_diffusion.decoding.reveal_in_blocks import RevealWithThoughts
 from vllm_diffusion.families.llada.startup import OPTIONS
 from vllm_diffusion.startup.engine_config import PublishedRule
 from vllm_diffusion.startup.whole_sequences import WholeSequenceEngineConfig
-from vllm_diffusion.weights.tensor_rules import BodyTensors, TensorRules
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -49,6 +48,7 @@ class ILLaDAEngineConfig(WholeSequenceEngineConfig):
             },
         )
     }
+    body = "LlamaForCausalLM"
     mask_token_id = 5
     block_length = 32
     layout = GrowingSequence
@@ -61,7 +61,3 @@ class ILLaDAEngineConfig(WholeSequenceEngineConfig):
                 f"layer_norm_eps={eps!r} in config.json gives an iLLaDA layer norms, which are not served; "
                 "those that are published have RMS norms."
             )
-
-    @classmethod
-    def tensor_rules(cls) -> TensorRules:
-        return BodyTensors("LlamaForCausalLM")

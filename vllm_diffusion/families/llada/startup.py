@@ -240,6 +240,7 @@ class LLaDAMoEEngineConfig(WholeSequenceEngineConfig):
             _SETTINGS,
         )
     }
+    body = "Qwen3MoeForCausalLM"
     mask_token_id = 156895
     block_length = 128
     layout = SequenceOfBlocks
@@ -252,7 +253,3 @@ class LLaDAMoEEngineConfig(WholeSequenceEngineConfig):
                 f"{name}={value!r} in config.json gives layers that are not served; the LLaDA-MoE that is "
                 "published has none."
             )
-
-    @classmethod
-    def tensor_rules(cls) -> TensorRules:
-        return BodyTensors("Qwen3MoeForCausalLM")

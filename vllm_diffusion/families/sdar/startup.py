@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from transformers import Qwen3Config, Qwen3MoeConfig
 
@@ -34,7 +34,6 @@ from vllm_diffusion.decoding.reveal import Reveal
 from vllm_diffusion.startup.engine_config import PublishedRule
 from vllm_diffusion.startup.masked_models import MaskedEngineConfig
 from vllm_diffusion.startup.plugin_settings import OPTION, PluginSettings
-from vllm_diffusion.weights.tensor_rules import BodyTensors, TensorRules
 from vllm_diffusion.weights.weight_files import checkpoint_file
 
 if TYPE_CHECKING:
@@ -70,8 +69,7 @@ class SDAREngineConfig(MaskedEngineConfig):
     rules = {"reveal": PublishedRule(Reveal, {"reveal_threshold": 0.85, "strategy": "dynamic"})}
     mask_token_id = 151669
     block_length = 4
-    # vLLM's class of the same layers.
-    body: ClassVar[str] = "Qwen3ForCausalLM"
+    body = "Qwen3ForCausalLM"
 
     @classmethod
     def unwritten_length(cls, name: str) -> tuple[int, str | None]:
@@ -110,10 +108,6 @@ class SDAREngineConfig(MaskedEngineConfig):
                 '"rule": "reveal".'
             )
         return published
-
-    @classmethod
-    def tensor_rules(cls) -> TensorRules:
-        return BodyTensors(cls.body)
 
 
 class SDARMoeEngineConfig(SDAREngineConfig):

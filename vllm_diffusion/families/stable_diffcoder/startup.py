@@ -22,7 +22,6 @@ from functools import partial
 from vllm_diffusion.decoding.reveal import Reveal
 from vllm_diffusion.startup.engine_config import PublishedRule
 from vllm_diffusion.startup.masked_models import MaskedEngineConfig
-from vllm_diffusion.weights.tensor_rules import BodyTensors, TensorRules
 
 
 class StableDiffcoderEngineConfig(MaskedEngineConfig):
@@ -36,9 +35,6 @@ class StableDiffcoderEngineConfig(MaskedEngineConfig):
             {"reveal_threshold": 0.95, "strategy": "dynamic"},
         )
     }
+    body = "LlamaForCausalLM"
     mask_token_id = 5
     block_length = 4
-
-    @classmethod
-    def tensor_rules(cls) -> TensorRules:
-        return BodyTensors("LlamaForCausalLM")

@@ -63,7 +63,7 @@ def train(
     class Pool(ThreadPoolExecutor):
         """Copies the samples instead of starting a process that extracts them."""
 
-        def __init__(self, *_: object) -> None:
+        def __init__(self, *_: object, **__: object) -> None:
             super().__init__(1)
 
         def submit(self, _: object, *arguments: Any) -> Future[Any]:
