@@ -17,9 +17,12 @@ Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 from __future__ import annotations
 
 import enum
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+Word = TypeVar("Word", int, Tensor)
 
 _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
@@ -39,17 +42,16 @@ class Purpose(enum.IntEnum):
     REVEAL = 3
 
 
-def philox(
-    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
-) -> list[Tensor]:
+def philox(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word]) -> list[Word]:
     """Four random 32-bit words per counter.
 
     Args:
-        counter: Four int64 tensors of unsigned 32-bit values that broadcast together.
-        key: Two int64 tensors of unsigned 32-bit values that broadcast with the counter.
+        counter: Four int64 tensors of unsigned 32-bit values that broadcast together, or numbers.
+        key: Two int64 tensors of unsigned 32-bit values that broadcast with the counter, or
+            numbers.
 
     Returns:
-        Four int64 tensors with values in [0, 2**32).
+        Four int64 tensors, or numbers, with values in [0, 2**32).
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -66,7 +68,8 @@ def philox(
     return [c0, c1, c2, c3]
 
 
-def _split_seed(seed: Tensor) -> tuple[Tensor, Tensor]:
+def halves(seed: Word) -> tuple[Word, Word]:
+    """Split an integer of 64 bits into its words, the low one first."""
     return seed & _LOW_32, (seed >> 32) & _LOW_32
 
 
@@ -93,7 +96,6 @@ def random_words(
     """
     first_group, last_group = first_id // 4, (first_id + num_ids + 3) // 4
     group = torch.arange(first_group, last_group, device=seed.device, dtype=torch.int64)
-    k0, k1 = _split_seed(seed.long()[:, None])
     words = philox(
         (
             group[None, :],
@@ -101,7 +103,7 @@ def random_words(
             step.long()[:, None] | (Purpose.CANDIDATE << 24),
             canvas_idx.long()[:, None],
         ),
-        (k0, k1),
+        halves(seed.long()[:, None]),
     )
     return torch.stack(words, dim=-1).flatten(-2)[:, :num_ids]
 
@@ -122,7 +124,7 @@ def random_words_of(
         [n], int64 with values in [0, 2**32).
     """
     counter = ids // 4, position.long(), step.long() | (Purpose.CANDIDATE << 24), canvas_idx.long()
-    words = torch.stack(philox(counter, _split_seed(seed.long())))
+    words = torch.stack(philox(counter, halves(seed.long())))
     return words.gather(0, (ids % 4)[None])[0]
 
 
@@ -160,7 +162,6 @@ def uniform_tokens(
         [num_reqs, length], int64 with values in [0, vocab_size).
     """
     position = torch.arange(length, device=seed.device, dtype=torch.int64)
-    k0, k1 = _split_seed(seed.long()[:, None])
     word = philox(
         (
             torch.zeros_like(position)[None, :],
@@ -168,7 +169,7 @@ def uniform_tokens(
             step.long()[:, None] | (int(purpose) << 24),
             canvas_idx.long()[:, None],
         ),
-        (k0, k1),
+        halves(seed.long()[:, None]),
     )[0]
     # Multiply-shift maps 32 random bits onto the vocabulary without a division; its bias is at
     # most vocab_size / 2**32.

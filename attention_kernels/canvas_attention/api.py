@@ -105,8 +105,8 @@ def plan_canvas_attention(
         ValueError: If shapes, dtypes, devices or options disagree.
         NotImplementedError: If ``impl`` cannot run these inputs.
     """
-    sequences = _checked(query, cache, sequences, out, impl)
-    chosen = _choose(query) if impl == "auto" else impl
+    chosen = _checked(query, cache, out, impl)
+    sequences = sequences.bounded(query, cache)
     attend: Attend = canvas_attention_reference
     if chosen != "reference":
         kernels = _kernels(chosen)
@@ -136,10 +136,7 @@ def warm_up_canvas_attention(
     Arguments are those of :func:`plan_canvas_attention`, and ``with_spans``: whether steps have
     ``row_spans``, or both where some do. No value of the tensors is read.
     """
-    _check_impl(impl)
-    check_query(query, None)
-    cache.check(query)
-    chosen = _choose(query) if impl == "auto" else impl
+    chosen = _checked(query, cache, None, impl)
     if chosen == "reference":
         return
 
@@ -156,19 +153,13 @@ def warm_up_canvas_attention(
             kernels.attend(query, cache, bounded, options, out, num_splits=num_splits)
 
 
-def _checked(
-    query: Tensor, cache: PagedCache, sequences: Sequences, out: Tensor | None, impl: str
-) -> Sequences:
-    """The sequences with every bound set, where everything agrees."""
-    _check_impl(impl)
-    check_query(query, out)
-    cache.check(query)
-    return sequences.bounded(query, cache)
-
-
-def _check_impl(impl: str) -> None:
+def _checked(query: Tensor, cache: PagedCache, out: Tensor | None, impl: Impl) -> Impl:
+    """Check the tensors of a layer, and return the implementation that runs them."""
     if impl not in get_args(Impl):
         raise ValueError(f"impl={impl!r} is not one of {', '.join(get_args(Impl))}.")
+    check_query(query, out)
+    cache.check(query)
+    return _choose(query) if impl == "auto" else impl
 
 
 def _kernels(impl: str) -> Any:

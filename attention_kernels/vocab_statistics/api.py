@@ -47,7 +47,7 @@ def update_statistics(
     Source: the online softmax of arXiv:1805.02867, with the entropy's sum carried along.
     """
     num_rows = running.maximum.shape[0]
-    _check(rows, num_rows)
+    implementation = _checked(impl, rows, num_rows)
     if weights is not None and weights.shape != rows.projected.shape:
         raise ValueError(
             f"weights is {list(weights.shape)}; it must be {list(rows.projected.shape)}."
@@ -57,7 +57,6 @@ def update_statistics(
             f"product is {product.dtype} {list(product.shape)}; it must be float32 and have "
             f"{num_rows} rows."
         )
-    implementation = _implementation(impl, rows)
     if rows.projected.numel() > 0:
         implementation.update_statistics(running, rows, draws, weights, product)
 
@@ -108,8 +107,7 @@ def scaled_logits(rows: RowLogits, divisor: Tensor, *, impl: Impl = "auto") -> T
     Raises:
         ValueError: If shapes or ``impl`` are wrong.
     """
-    _check(rows, divisor.shape[0])
-    scaled: Tensor = _implementation(impl, rows).scaled_logits(rows, divisor)
+    scaled: Tensor = _checked(impl, rows, divisor.shape[0]).scaled_logits(rows, divisor)
     return scaled
 
 
@@ -118,10 +116,10 @@ def largest_logit(rows: RowLogits, divisor: Tensor, *, impl: Impl = "auto") -> T
 
     Arguments and errors as there; any number of rows.
     """
-    _check(rows, divisor.shape[0])
+    implementation = _checked(impl, rows, divisor.shape[0])
     if rows.projected.numel() == 0:
         return torch.full_like(divisor, float("-inf"))
-    largest: Tensor = _implementation(impl, rows).largest_logit(rows, divisor)
+    largest: Tensor = implementation.largest_logit(rows, divisor)
     return largest
 
 
@@ -131,8 +129,7 @@ def largest_logits(rows: RowLogits, divisor: Tensor, num: int, *, impl: Impl = "
 
     Arguments and errors as there; any number of rows. PyTorch chooses them, whatever scaled them.
     """
-    _check(rows, divisor.shape[0])
-    scaled = _implementation(impl, rows).scaled_logits
+    scaled = _checked(impl, rows, divisor.shape[0]).scaled_logits
     return reference.largest_logits(rows, divisor, num, scaled)
 
 
@@ -169,13 +166,12 @@ def weigh(
     Raises:
         ValueError: If shapes or ``impl`` are wrong.
     """
-    _check(rows, divisor.shape[0])
+    implementation = _checked(impl, rows, divisor.shape[0])
     num_pivots = pivots.shape[1]
     if num_pivots & (num_pivots - 1):
         raise ValueError(f"There are {num_pivots} pivots; their number must be a power of two.")
     if rows.projected.numel() == 0:
         return torch.zeros_like(pivots)
-    implementation = _implementation(impl, rows)
     weights: Tensor = implementation.weigh(rows, divisor, maximum, pivots, bounds, by_mass)
     return weights
 
@@ -225,15 +221,16 @@ def draw(
     Raises:
         ValueError: If shapes, ``first_id`` or ``impl`` are wrong.
     """
-    _check(rows, divisor.shape[0])
+    implementation = _checked(impl, rows, divisor.shape[0])
     if rows.projected.numel() == 0:
         nothing = torch.full_like(divisor, float("-inf"))
         return FilteredDraw(nothing, torch.zeros_like(keys), nothing, torch.zeros_like(divisor))
-    result: FilteredDraw = _implementation(impl, rows).draw(rows, divisor, maximum, keys, draws)
+    result: FilteredDraw = implementation.draw(rows, divisor, maximum, keys, draws)
     return result
 
 
-def _check(rows: RowLogits, num_rows: int) -> None:
+def _checked(impl: Impl, rows: RowLogits, num_rows: int) -> Any:
+    """Check the rows, and return the module that holds their implementation."""
     projected = rows.projected
     if (
         projected.dim() != 2
@@ -247,15 +244,14 @@ def _check(rows: RowLogits, num_rows: int) -> None:
     if rows.first_id % 4 or rows.first_id < 0:
         # One counter of the generator serves four ids.
         raise ValueError(f"first_id={rows.first_id} must be a multiple of 4.")
+    return _implementation(impl, projected)
 
 
-def _implementation(impl: Impl, rows: RowLogits | Tensor) -> Any:
-    """The module that holds it."""
+def _implementation(impl: Impl, tensor: Tensor) -> Any:
+    """Return the module that holds an implementation, which may be chosen by a tensor's device."""
     if impl not in get_args(Impl):
         raise ValueError(f"impl={impl!r} is not one of {', '.join(get_args(Impl))}.")
-    if impl == "triton" or (
-        impl == "auto" and (rows if isinstance(rows, Tensor) else rows.projected).is_cuda
-    ):
+    if impl == "triton" or (impl == "auto" and tensor.is_cuda):
         from attention_kernels.vocab_statistics import triton
 
         return triton

@@ -5,6 +5,7 @@ verified.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
@@ -55,6 +56,7 @@ def even_share(steps_left: Tensor, max_steps: Tensor) -> Tensor:
     return 1 - (end.double() / start.double()).float().double()
 
 
+@dataclass(eq=False)
 class Reveal(DecodingRule):
     """Reveal masks by their certainty or from the left; a revealed token stays.
 
@@ -76,6 +78,20 @@ class Reveal(DecodingRule):
     Source: ``block_diffusion_generate`` of JetAstra/SDAR, ``generate.py`` at c2041a8; threshold and
     at least one a step: Fast-dLLM, arXiv:2505.22618, section 3.3; the budget: arXiv:2505.24857,
     whose gamma it is. Deviations of a family are stated in its start-up checks.
+
+    Attributes:
+        mask_token_id: Token of positions that are not revealed.
+        includes_threshold: True if a probability that equals the threshold suffices.
+        at_request_temperature: True if the probability is that under the request's temperature and
+            filters; false for the model's own at temperature 1.
+        judges_to_end: True if an end token with no mask before it ends the canvas.
+        spreads_masks: True if a canvas's masks, without given positions, are spread over the steps;
+            false if its length is.
+        rounds_to_even: True if a step's part of masks that are spread is rounded, halves to even,
+            after a product with a share in float32: see :func:`even_share`; false if it is rounded
+            up, so that larger numbers come first.
+        sub_block_length: Positions of a sub-block; masks are revealed only in the first sub-block
+            that has any. ``None`` to reveal in the whole canvas.
     """
 
     settings = {
@@ -97,40 +113,14 @@ class Reveal(DecodingRule):
     }
     defaults = {"entropy_budget": 0.1}
 
-    def __init__(
-        self,
-        mask_token_id: int,
-        *,
-        includes_threshold: bool = False,
-        at_request_temperature: bool = True,
-        judges_to_end: bool = False,
-        spreads_masks: bool = False,
-        rounds_to_even: bool = False,
-        sub_block_length: int | None = None,
-    ) -> None:
-        """Set the options that a family fixes.
-
-        Args:
-            mask_token_id: Token of positions that are not revealed.
-            includes_threshold: True if a probability that equals the threshold suffices.
-            at_request_temperature: True if the probability is that under the request's temperature
-                and filters; false for the model's own at temperature 1.
-            judges_to_end: True if an end token with no mask before it ends the canvas.
-            spreads_masks: True if a canvas's masks, without given positions, are spread over the
-                steps; false if its length is.
-            rounds_to_even: True if a step's part of masks that are spread is rounded, halves to
-                even, after a product with a share in float32: see :func:`even_share`; false if it
-                is rounded up, so that larger numbers come first.
-            sub_block_length: Positions of a sub-block; masks are revealed only in the first
-                sub-block that has any. ``None`` to reveal in the whole canvas.
-        """
-        self.mask_token_id = mask_token_id
-        self.includes_threshold = includes_threshold
-        self.at_request_temperature = at_request_temperature
-        self.judges_to_end = judges_to_end
-        self.spreads_masks = spreads_masks
-        self.rounds_to_even = rounds_to_even
-        self.sub_block_length = sub_block_length
+    mask_token_id: int
+    _: KW_ONLY
+    includes_threshold: bool = False
+    at_request_temperature: bool = True
+    judges_to_end: bool = False
+    spreads_masks: bool = False
+    rounds_to_even: bool = False
+    sub_block_length: int | None = None
 
     def faster(
         self, values: Mapping[str, float | str], max_steps: int, length: int

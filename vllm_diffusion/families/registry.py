@@ -39,8 +39,7 @@ def _family(
     config: str | None = None,
     model: str | None = None,
     tokenizer: str | None = None,
-    published_as: str | None = None,
-    text_model: str | None = None,
+    **others: str,
 ) -> Family:
     """Make a row from a folder here, the names in its ``startup.py`` and ``tokenizer.py``, and its
     model's where it differs.
@@ -52,8 +51,7 @@ def _family(
         f"{at}startup:{engine_config}",
         config and f"{at}startup:{config}",
         tokenizer and f"{at}tokenizer:{tokenizer}",
-        published_as,
-        text_model,
+        **others,
     )
 
 

@@ -181,18 +181,12 @@ def compile_kernel(kernel: CuteKernel) -> Any:
     dtype = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}[kernel.dtype]
     vector = ALIGN_BYTES * 8 // dtype.width
 
-    def rows(*shape: int | None) -> Any:
+    def fake(kind: Any, divisibility: int, *shape: int | None) -> Any:
         sizes = [cute.sym_int() if size is None else size for size in shape]
-        return make_fake_tensor(dtype, sizes, divisibility=vector)
+        return make_fake_tensor(kind, sizes, divisibility=divisibility)
 
-    def partials(*shape: int | None, divisibility: int = ALIGN_BYTES // 4) -> Any:
-        sizes = [cute.sym_int() if size is None else size for size in shape]
-        return make_fake_tensor(cutlass.Float32, sizes, divisibility=divisibility)
-
-    def numbers(*shape: int | None) -> Any:
-        sizes = [cute.sym_int() if size is None else size for size in shape]
-        return make_fake_tensor(cutlass.Int32, sizes, divisibility=1)
-
+    rows = functools.partial(fake, dtype, vector)
+    numbers = functools.partial(fake, cutlass.Int32, 1)
     attention = getattr(module, f"CanvasAttentionSm{kernel.capability}0")(
         dtype,
         kernel.head_dim,
@@ -204,7 +198,8 @@ def compile_kernel(kernel: CuteKernel) -> Any:
     )
     out, lse = rows(None, None, None), None
     if kernel.split:
-        out, lse = partials(None, None, None, None), partials(None, None, None, divisibility=1)
+        out = fake(cutlass.Float32, ALIGN_BYTES // 4, None, None, None, None)
+        lse = fake(cutlass.Float32, 1, None, None, None)
     return cute.compile(
         attention,
         rows(None, None, None),

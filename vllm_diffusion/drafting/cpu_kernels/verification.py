@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
+from attention_kernels.noise import halves, philox
 from vllm_diffusion.cpu.launches import Functions, Launch
 from vllm_diffusion.cpu.sampling_kernels import block_argmax, in_blocks, noised
 
@@ -26,14 +27,9 @@ def _number(element: Tensor) -> np.float32:
 
 def _uniform(seed: int, offset: int) -> np.float32:
     """Return what Triton's ``tl.rand`` gives, without its zero: Philox of ten rounds."""
-    c0, c1, c2, c3 = offset & 0xFFFFFFFF, (offset >> 32) & 0xFFFFFFFF, 0, 0
-    k0, k1 = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
-    for _ in range(10):
-        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2
-        c0, c1, c2, c3 = (b >> 32) ^ c1 ^ k0, b & 0xFFFFFFFF, (a >> 32) ^ c3 ^ k1, a & 0xFFFFFFFF
-        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    word = philox((*halves(offset), 0, 0), halves(seed))[0]
     # The complement of what is negative as a signed integer.
-    positive = c0 ^ 0xFFFFFFFF if c0 >> 31 else c0
+    positive = word ^ 0xFFFFFFFF if word >> 31 else word
     return max(np.float32(positive) * _LEAST_UNIFORM, _LEAST_UNIFORM)
 
 
