@@ -104,17 +104,17 @@ def outcome_of(case: KernelCase, device: str, check: Check = run_case) -> Outcom
             torch.cuda.synchronize()
         microseconds = round(seconds_of(checked.call) * 1e6, 1)
     except AssertionError as error:
-        return Outcome("wrong", one_line(error)[:200])
+        return Outcome("wrong", _note(error))
     except (NotImplementedError, ValueError) as error:
         # Refusals of an implementation, before anything is launched.
-        return Outcome("refused", one_line(error)[:200])
+        return Outcome("refused", _note(error))
     except torch.OutOfMemoryError:
         return Outcome("unknown", "out of memory", is_last=True)
     except (AttributeError, LookupError, ImportError) as error:
         # The check itself failed, which shows nothing about the kernel.
-        return Outcome("unknown", f"{type(error).__name__}: {one_line(error)[:200]}", is_last=True)
+        return Outcome("unknown", f"{type(error).__name__}: {_note(error)}", is_last=True)
     except Exception as error:
-        return Outcome("wrong", f"{type(error).__name__}: {one_line(error)[:200]}", is_last=True)
+        return Outcome("wrong", f"{type(error).__name__}: {_note(error)}", is_last=True)
     finally:
         faulthandler.cancel_dump_traceback_later()
     return Outcome("right", difference=checked.difference, microseconds=microseconds)
@@ -160,3 +160,7 @@ def _host_seconds(call: Callable[[], object]) -> float:
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
+
+
+def _note(error: Exception) -> str:
+    return one_line(error)[:200]

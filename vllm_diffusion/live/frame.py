@@ -17,12 +17,6 @@ if TYPE_CHECKING:
 # Without vLLM's own way to it: who imports this before vLLM may still set vLLM's variables.
 logger = logging.getLogger(f"vllm.{__name__}")
 
-# Fields of a frame that a stream has under the same names.
-_SENT = (
-    *("block", "step", "total", "offset", "text", "is_last", "begins_anew"),
-    *("token_ids", "tokens", "kept"),
-)
-
 
 @dataclass(frozen=True)
 class CanvasFrame:
@@ -71,8 +65,17 @@ class CanvasFrame:
         """
         return {
             "type": "diffusion_frame",
-            **{name: getattr(self, name) for name in _SENT},
+            "block": self.block,
+            "step": self.step,
+            "total": self.total,
+            "offset": self.offset,
+            "text": self.text,
             "num_tokens": len(self.answer_token_ids),
+            "is_last": self.is_last,
+            "begins_anew": self.begins_anew,
+            "token_ids": self.token_ids,
+            "tokens": self.tokens,
+            "kept": self.kept,
             "entropy": None if self.entropy is None else [round(e, 4) for e in self.entropy],
         }
 
