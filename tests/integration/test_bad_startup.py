@@ -143,7 +143,7 @@ def test_class_of_the_same_name(
     lines = [line for line in start_log.messages if "VLLM_DIFFUSION_DISABLE=1" in line]
     assert len(lines) == is_in_vllm
     assert all(
-        "DiffusionGemmaForBlockDiffusion: vllm-diffusion's class runs" in line for line in lines
+        "DiffusionGemmaForBlockDiffusion: using vllm-diffusion's class" in line for line in lines
     )
 
 

@@ -31,4 +31,4 @@ def test_a_server_answers(tmp_path):
         log = server.log.read_text()
         assert "EngineCore" in log, "the engine has a process of its own"
         (line,) = (each for each in log.splitlines() if "vllm-diffusion doctor --gpu" in each)
-        assert "No check has found this GPU right" in line
+        assert "This GPU has not been checked" in line

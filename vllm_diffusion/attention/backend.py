@@ -239,7 +239,7 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
             )
 
     def _impl_for(self, has_spans: bool) -> Impl:
-        """FlashAttention-4 knows no image spans."""
+        """FlashAttention-4 does not support image spans."""
         return "triton" if self.impl == "cute" and has_spans else self.impl
 
     def do_kv_cache_update(

@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         return fail("The answer is empty.")
     if arguments.draft:
         if texts[0] != texts[1]:
-            return fail("With its draft the model answered otherwise, which must not be.")
+            return fail("The model's answer changed with its draft; both must be equal.")
         say("The same answer with the draft and without.")
     return 0
 

@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
         named = "" if arguments.gpu is True else arguments.gpu
         return gpu_report.run(named, arguments.report)
     if arguments.report is not None:
-        raise UsageError("--report is for --gpu; add it")
+        raise UsageError("--report needs --gpu; add it")
     say("Looking at this machine; importing vLLM takes some seconds.")
     marks: Counter[str] = Counter()
     for title, find in SECTIONS.items():

@@ -54,7 +54,9 @@ def diffusion_config(model: str) -> VllmConfig:
 
     config = EngineArgs(model=model).create_engine_config()
     if spec_of(config.model_config) is None:
-        raise ValueError(f"{model} is not a diffusion model of this package's; name another.")
+        raise ValueError(
+            f"{model} is not a diffusion model that vllm-diffusion serves; name another."
+        )
     return config
 
 

@@ -138,7 +138,7 @@ def plan_of(arguments: Sequence[str]) -> Plan:
     options = [each for each in arguments if each not in ("--open", "--verbose")]
     for name in _WITHOUT_A_PORT:
         if any(option.partition("=")[0] == name for option in options):
-            raise values.UsageError(f"{name}: a browser needs a port of HTTP; leave it out.")
+            raise values.UsageError(f"{name}: a browser needs an HTTP port; leave it out.")
     # Otherwise vLLM calls a model by its path.
     if not options or options[0].startswith("-"):
         options.insert(0, str(shipped_checkpoint()))

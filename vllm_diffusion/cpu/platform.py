@@ -223,6 +223,6 @@ def check_cache(vllm_config: VllmConfig) -> None:
     for option, dtype in requested.items():
         if dtype not in known:
             raise ValueError(
-                f"{option} {dtype} is not a format that attention reads on the CPU platform of "
+                f"{option} {dtype} is not supported by attention on the CPU platform of "
                 f"vllm-diffusion; leave it out, or set it to {' or '.join(known)}."
             )

@@ -124,11 +124,11 @@ def _choose_scheduler(vllm_config: VllmConfig, settings: DraftSettings) -> None:
     name = "adaptive=true" if settings.adaptive else "record"
     if vllm_config.diffusion_config is not None:
         raise ValueError(
-            f"{OPTION}: {name} is of autoregressive targets; a diffusion model takes no draft: leave it out."
+            f"{OPTION}: {name} is for autoregressive targets, and a diffusion model takes no draft; leave it out."
         )
     if scheduler.scheduler_cls is not None:
         raise ValueError(
-            f"{OPTION}: {name} brings a scheduler of its own; leave --scheduler-cls out, or {name}."
+            f"{OPTION}: {name} needs its own scheduler; leave out --scheduler-cls or {name}."
         )
     if settings.adaptive and not _adapt(vllm_config):
         section = dict(vllm_config.additional_config["drafting"]) | {"adaptive": False}
@@ -161,7 +161,7 @@ def _adapt(vllm_config: VllmConfig) -> bool:
         )
     if vllm_config.parallel_config.data_parallel_size > 1:
         logger.warning(
-            "%s: adaptive=true is off: engines of data parallelism must draft as many tokens as one another.",
+            "%s: adaptive=true is off: data-parallel engines must all draft the same number of tokens.",
             OPTION,
         )
         return False
@@ -201,7 +201,7 @@ def _resolve_mask_token(draft: Any, model: str | Path, target: ModelConfig) -> N
     if len(ids) != 1:
         raise ValueError(
             f"config.json of the draft {model}: dflash_config.mask_token={text!r} must be one token of the "
-            f"target's tokenizer, and is {len(ids)} ({ids}); set dflash_config.mask_token_id to the id of the "
+            f"target's tokenizer, but is {len(ids)} ({ids}); set dflash_config.mask_token_id to the id of the "
             "token that the draft was trained with."
         )
     draft.dflash_config = {**of_draft, "mask_token_id": ids[0]}

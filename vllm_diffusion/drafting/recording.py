@@ -173,7 +173,7 @@ def _parsed(line: bytes) -> Exchange:
     if prompt is None:
         raise ValueError(f"prompt_token_ids is missing; {_FORM}")
     if not output:
-        raise ValueError("there are no tokens of an answer; leave the line out.")
+        raise ValueError("the answer has no tokens; remove the line.")
     return Exchange(array("i", prompt), array("i", output), parsed.time)
 
 
@@ -227,7 +227,7 @@ class Ring:
         except OSError:
             os.close(handle)
             raise ValueError(
-                f"folder={str(self.folder)!r} is recorded to by another server; give each its own."
+                f"folder={str(self.folder)!r} is in use by another server; give each its own."
             ) from None
         return handle
 
@@ -241,12 +241,12 @@ class Ring:
         if status.st_uid != os.geteuid():
             raise ValueError(
                 f"folder={str(self.folder)!r} belongs to user {status.st_uid}, and the server runs as user "
-                f"{os.geteuid()}; name a folder of its own, or one that is not there yet."
+                f"{os.geteuid()}; name a folder that this user owns, or one that does not exist yet."
             )
         if mode & 0o077:
             raise ValueError(
-                f"folder={str(self.folder)!r} is open to other users (mode {mode:o}), and what is "
-                "recorded is for its owner alone; name a folder that is not there yet, or chmod 700 it."
+                f"folder={str(self.folder)!r} is open to other users (mode {mode:o}); "
+                "recordings must be private: name a folder that does not exist yet, or chmod 700 it."
             )
 
     def append(self, lines: Sequence[bytes]) -> None:

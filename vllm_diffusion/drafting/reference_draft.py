@@ -266,7 +266,7 @@ class ReferenceDraft(nn.Module):
         if unknown or not getattr(config, "is_neox_style", True):
             raise ValueError(
                 f"The reference has no {(unknown or ['interleaved rotation'])[0]}; vLLM serves such a "
-                "draft, and the reference cannot stand for it."
+                "draft, but it cannot be checked against the reference."
             )
         self.config = config
         self.mask_token_id: int = options["mask_token_id"]

@@ -253,8 +253,8 @@ def parse_arguments(
         if name == PREFIX + RULE and name not in names:
             refuse(
                 name,
-                "cannot be chosen on this server, which decodes every request by one rule; leave it out, or start a "
-                'model that has several with "rules", which lists them.',
+                "cannot be chosen on this server, which decodes every request by one rule; leave it out, or list "
+                'several in the server\'s setting "rules".',
             )
         if name.startswith(PREFIX) and name not in names and published not in _NOT_SERVED:
             refuse(name, f"is unknown; this server knows {', '.join(names)}.")

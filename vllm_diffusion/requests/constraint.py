@@ -87,7 +87,7 @@ def _white_space(constraint: Any, config: Any) -> str:
     if not _WHITE_SPACE.fullmatch(pattern) or compiling_problem("regex", f"(?:{pattern})?"):
         refuse(
             CONSTRAINT,
-            f"has whitespace_pattern={pattern!r}, which must be an expression of white space alone, such as "
+            f"has whitespace_pattern={pattern!r}, which may match only white space, such as "
             "'[ \\n]?'.",
         )
     return f"(?:{pattern})?"
@@ -120,7 +120,7 @@ def _text(kind: str, value: Any) -> str:
     if not isinstance(value, str) and (kind == "json" or isinstance(value, (dict, list, bool))):
         value = json_text(value)
     if not isinstance(value, str) or (kind != "regex" and not value.strip()):
-        raise SchemaError(f"{kind} must be a text, and not empty")
+        raise SchemaError(f"{kind} must be a non-empty string")
     if len(value) > bounds.MOST_CONSTRAINT:
         raise SchemaError(
             f"{kind} may have at most {bounds.MOST_CONSTRAINT} characters; got {len(value)}"
@@ -143,7 +143,7 @@ def _written(kind: str, text: str, white_space: str) -> tuple[str, Any, str]:
         return "grammar", tag_grammar(text, white_space), GUIDANCE
     is_ebnf = kind == "grammar" and not grammar_is_likely_lark(text)
     if problem := compiling_problem(EBNF if is_ebnf else kind, text):
-        raise SchemaError(f"{kind} is not followed: {problem}")
+        raise SchemaError(f"{kind} is not supported: {problem}")
     if is_ebnf:
         return kind, text, XGRAMMAR
     return kind, json.loads(text) if kind == "choice" else text, GUIDANCE

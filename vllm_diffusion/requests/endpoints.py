@@ -186,7 +186,7 @@ class CheckedDecisions(OpenAIServingDecisions):
                 name = "" if question.name is None else f" ({question.name})"
                 refuse(
                     "questions",
-                    f"may have up to {most} options each; question {i}{name} has {num}. Ask several.",
+                    f"may have up to {most} options each; question {i}{name} has {num}. Split it.",
                 )
         return await super().create_decisions(request, raw_request)
 

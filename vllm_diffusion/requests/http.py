@@ -423,7 +423,7 @@ def _text_field(request: Any, field: str, fields: Mapping[str, Any], model_confi
     if is_suffix and "suffix" not in type(request).model_fields:
         refuse(
             "suffix",
-            "is a field of /v1/completions; a chat goes on after its last message. Leave it out.",
+            "is a field of /v1/completions; a chat continues after its last message. Leave it out.",
         )
     # An answer token after token has its suffix in the prompt, or starts from nothing: there a
     # prediction is a hint that helps nobody, as in vLLM.

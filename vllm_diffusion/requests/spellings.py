@@ -71,7 +71,7 @@ def read_spellings(request: Any, fields: Mapping[str, Any]) -> None:
         if getattr(request, "text", None) is not None:
             request.text = request.text.model_copy(update={"format": None})
     else:
-        refuse(name, "is not taken by this endpoint, which holds to JSON schemas alone.")
+        refuse(name, "is not supported by this endpoint, which takes only JSON schemas.")
 
 
 def constraining_field(request: Any) -> str | None:

@@ -64,7 +64,7 @@ def brought_tokens(request: CheckedRequest) -> dict[str, Any]:
     if (length := request.num_prompt if predicts_prompt else len(predicted)) > MOST_PREDICTED:
         refuse(
             field,
-            f"has {length} tokens; each canvas searches them, and at most {MOST_PREDICTED} are taken. Send the part that "
+            f"has {length} tokens; at most {MOST_PREDICTED} are searched. Send the part that "
             "the answer is likely to repeat.",
         )
     return {

@@ -178,7 +178,7 @@ def head_of(
     """
     logits_processor: Any = model.logits_processor
     if logits_processor.scale != 1.0:
-        raise ValueError(f"{type(model).__name__} scales its logits, which no family here does.")
+        raise ValueError(f"{type(model).__name__} scales its logits, which is not supported.")
     return OutputHead.of(
         model.lm_head,
         None,

@@ -58,7 +58,7 @@ def choose_async_scheduling(steps: int, extra: int, bytes_of_rank: float) -> boo
 
     if current_platform.is_cpu():
         logger.info(
-            "synchronous scheduling: on a CPU the asynchronous order hides nothing; "
+            "synchronous scheduling: on a CPU asynchronous scheduling gains nothing; "
             "--async-scheduling sets it."
         )
         return False

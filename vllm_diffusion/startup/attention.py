@@ -60,7 +60,7 @@ def choose_attention(chosen: AttentionBackendEnum | None, setting: str) -> Atten
         if (path := AttentionBackendEnum.CUSTOM.get_path()) != _BACKEND:
             raise ValueError(
                 f"Another plugin registered its attention ({path}) under vLLM's CUSTOM, where "
-                "vllm-diffusion registers its own, and vLLM has no second place; leave that plugin out "
+                "vllm-diffusion registers its own, and vLLM has only one; leave that plugin out "
                 "of VLLM_PLUGINS."
             )
     else:

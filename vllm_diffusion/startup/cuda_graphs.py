@@ -221,8 +221,8 @@ class CanvasGraphs:
             torch.accelerator.empty_cache()
         except RuntimeError as error:
             raise RuntimeError(
-                "Capturing what runs beside the model as CUDA graphs failed; start with "
-                f"--enforce-eager to serve without graphs. The cause: {error}"
+                "Capturing CUDA graphs of embedding and sampling failed; start with "
+                f"--enforce-eager to serve without graphs. Cause: {error}"
             ) from error
 
     def capture(self, capture: Capture) -> None:

@@ -80,7 +80,7 @@ def denoising_settings(
     for name, reason in rule.refused_settings.items():
         if (value := getattr(chosen, name)) is not None:
             raise ValueError(
-                f"{OPTION}: {name}={value!r} does not go with the decoding rule that serves, {reason}; leave it out."
+                f"{OPTION}: {name}={value!r} does not apply to this server's decoding rule, {reason}; leave it out."
             )
     steps: Any = chosen.max_denoising_steps
     if "max_denoising_steps" in rule.refused_settings:
@@ -167,7 +167,7 @@ def checkpoint_settings(
         unread = [f"{key}={generation[key]!r}" for key in theirs.values() if key in generation]
         if unread:
             logger.info(
-                "%s: %s not read, since the file has the defaults of the publisher's class "
+                "%s: ignoring %s, since the file has the defaults of the publisher's class "
                 "(_from_model_config).",
                 source,
                 ", ".join(unread),
@@ -191,7 +191,7 @@ def generation_config(model_config: ModelConfig) -> tuple[Mapping[str, Any], str
         try:
             content = json_object(path)
         except ValueError as error:
-            raise ValueError(f"{path} {error}; mend it, or copy the checkpoint again.") from None
+            raise ValueError(f"{path} {error}; correct it, or copy the checkpoint again.") from None
         source = str(path)
     else:
         # A checkpoint on the hub: vLLM knows how to find it.

@@ -223,7 +223,7 @@ class BlockDiffusionEngineConfig:
         known = (own, LINEAR_SPEC, AUTOREGRESSIVE)
         if not set(known) <= set(cls.rule_names()):
             raise ValueError(
-                f"{OPTION}: rules={settings.rules!r} does not go with this model, whose requests have one way; "
+                f"{OPTION}: rules={settings.rules!r} is not supported by this model, which has one decoding rule; "
                 "leave it out."
             )
         chosen_from = known if settings.rules == "all" else settings.rules
@@ -236,7 +236,7 @@ class BlockDiffusionEngineConfig:
         for name in (own, default):
             if name not in names:
                 raise ValueError(
-                    f"{OPTION}: rules={settings.rules!r} must hold {name!r}; add it, or leave rules out."
+                    f"{OPTION}: rules={settings.rules!r} must include {name!r}; add it, or leave rules out."
                 )
         of_diffusion = replace(settings, rule=own, draft_length=None, draft_steps=None)
         # Requests have the settings of diffusion: there is one value of each.
@@ -278,8 +278,8 @@ class BlockDiffusionEngineConfig:
         await_engine_at_shutdown()
         if cls.is_in_vllm:
             logger.info(
-                "%s: vllm-diffusion's class runs; vLLM brings one of the same name, which "
-                "VLLM_DIFFUSION_DISABLE=1 has run in its place.",
+                "%s: using vllm-diffusion's class; VLLM_DIFFUSION_DISABLE=1 selects vLLM's own of "
+                "the same name.",
                 model_config.architecture,
             )
         plan = model_config.diffusion
@@ -333,7 +333,7 @@ class BlockDiffusionEngineConfig:
         _set_block_size(vllm_config.cache_config, spec.layout.alignment)
         if vllm_config.cache_config.enable_prefix_caching and spec.layout.recomputes:
             logger.info(
-                "no prefix is cached: keys and values of a prompt depend on what is after it."
+                "prefix caching is off: keys and values of a prompt depend on what follows it."
             )
             vllm_config.cache_config.enable_prefix_caching = False
         plan = replace(
@@ -396,7 +396,7 @@ def _serve_autoregressively(vllm_config: VllmConfig) -> None:
         others.append("--diffusion-config")
     if others:
         raise ValueError(
-            f"{OPTION}: {others[0]} does not go with rule={AUTOREGRESSIVE!r}, by which vLLM serves an "
+            f"{OPTION}: {others[0]} cannot be combined with rule={AUTOREGRESSIVE!r}, with which vLLM serves an "
             "ordinary causal model without canvases; leave one of them out."
         )
     model_config = vllm_config.model_config
@@ -479,7 +479,7 @@ def _check_spec(spec: CanvasSpec, model_config: ModelConfig, backend: str, own: 
     length, max_model_len = spec.layout.alignment, model_config.max_model_len
     if max_model_len % length:
         raise ValueError(
-            f"max_model_len={max_model_len} is not a whole number of this model's blocks of {length}; "
+            f"max_model_len={max_model_len} is not a multiple of this model's block length, {length}; "
             f"set --max-model-len to {max_model_len // length * length}."
         )
     if spec.layout.has_spans:
@@ -504,8 +504,8 @@ def _check_spans(length: int, backend: str, setting: str) -> None:
         )
     if setting == "cute":
         raise ValueError(
-            'The setting attention="cute" knows no spans of known tokens that attend in both directions, as '
-            f'this model\'s blocks of {length} do; set attention to "triton".'
+            'The setting attention="cute" does not support known tokens that attend in both directions, as '
+            f'in this model\'s blocks of {length}; set attention to "triton".'
         )
 
 

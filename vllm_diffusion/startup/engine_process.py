@@ -111,7 +111,7 @@ def _refuse_when_stopping(*_: Any) -> NoReturn:
     """
     from vllm.exceptions import RetryableRequestError
 
-    raise RetryableRequestError("The server is being stopped; send the request again later.")
+    raise RetryableRequestError("The server is shutting down; send the request again later.")
 
 
 def _is_no_dead_engine(record: logging.LogRecord) -> bool:
@@ -199,7 +199,10 @@ def leave(path: Path | None, refusal: str) -> None:
 
 
 def _print_where_the_refusal_is(*args: Any, **kwargs: Any) -> None:
-    print("The start is refused; the command's last line states why.", file=sys.stderr)
+    print(
+        "The server does not start; the last line of the command's output says why.",
+        file=sys.stderr,
+    )
 
 
 @contextlib.contextmanager

@@ -89,7 +89,7 @@ def log_unrecorded(device: int) -> None:
     facts = facts_of(gpu_name(device))
     if not record_path(facts).exists():
         logger.warning(
-            "No check has found this GPU right (%s, driver %s, torch %s); run once, with the GPU free: %s",
+            "This GPU has not been checked (%s, driver %s, torch %s); run once, with the GPU free: %s",
             facts["gpu"],
             facts["driver"],
             facts["torch"],

@@ -101,8 +101,8 @@ class MaskedEngineConfig(BlockDiffusionEngineConfig):
                 logger.info("blocks of %d positions: %s.", length, source)
             else:
                 logger.warning(
-                    "blocks of %d positions are a guess: neither config.json (%s) nor the checkpoint's name has "
-                    "their length. If it was trained with another, set --diffusion-config "
+                    "assuming blocks of %d positions: neither config.json (%s) nor the checkpoint's name "
+                    "states their length. If it was trained with another, set --diffusion-config "
                     "'{\"canvas_length\": N}'.",
                     length,
                     cls.block_length_key,
@@ -114,8 +114,8 @@ class MaskedEngineConfig(BlockDiffusionEngineConfig):
         text_config = model_config.hf_text_config
         if cls.has_window(text_config):
             raise ValueError(
-                f"sliding_window={text_config.sliding_window!r} in config.json of the checkpoint is a window that "
-                "layers of this family are not served with, and that none was published with; if the "
+                f"sliding_window={text_config.sliding_window!r} in config.json of the checkpoint is not "
+                "supported for this family, and no published checkpoint has one; if the "
                 "checkpoint was trained without it, set sliding_window to null there."
             )
         length = getattr(model_config.hf_config, "canvas_length", None)

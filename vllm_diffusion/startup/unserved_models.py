@@ -68,8 +68,8 @@ def check_other_model(model_config: Any) -> None:
     signs = [name for name in config if "diffusion" in name.lower()]
     if "diffusion" in str(config.get("model_type")).lower() or is_masked or signs:
         logger.warning(
-            "config.json of %s looks like that of a diffusion model (%s), which is not served here: vLLM writes it token "
-            "after token. If it denoises, its answers are wrong.",
+            "config.json of %s looks like that of a diffusion model (%s) that vllm-diffusion does not know: vLLM "
+            "decodes it token by token. If it is a diffusion model, its answers are wrong.",
             model_config.model,
             ", ".join(signs) or ("a mask token and a block" if is_masked else "model_type"),
         )

@@ -163,7 +163,7 @@ class CheckedLoading:
             assert earlier is not None
             raise ValueError(
                 f"{self._name}{self._file_of(self._name)} and {earlier[0]}{self._file_of(earlier[0])} are the same "
-                "tensor of the model, but differ; keep the right one of them."
+                "tensor of the model, but differ; keep the right one."
             )
         return result
 
@@ -231,7 +231,7 @@ class CheckedLoading:
         self._check_finite()
         if self._unexpected:
             logger.warning(
-                "%s%s of the checkpoint belong%s to nothing that is served here; they are left out.",
+                "%s%s of the checkpoint belong%s to no part of the model and will be ignored.",
                 listed(self._unexpected),
                 self._file_of(self._unexpected[0]),
                 "s" if len(self._unexpected) == 1 else "",

@@ -55,7 +55,7 @@ def json_object(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"is not valid JSON ({error})") from None
     except RecursionError:
-        raise ValueError("is not JSON that can be read: it nests too deep") from None
+        raise ValueError("is JSON that is nested too deeply") from None
     if not isinstance(content, dict):
         raise ValueError("must hold a JSON object")
     return content

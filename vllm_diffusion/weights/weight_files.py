@@ -191,15 +191,15 @@ def check_weight_files(model: str) -> None:
     for path in files:
         if not path.is_file():
             raise ValueError(
-                f"{directory / INDEX} names {path.name}, which is not there; {_ADVICE}"
+                f"{directory / INDEX} names {path.name}, which does not exist; {_ADVICE}"
             )
         if problem := file_problem(path):
             raise ValueError(f"{path} {problem}; {_ADVICE}")
     pickled = _pickled_files(directory)
     if not files and pickled:
         raise ValueError(
-            f"{directory} holds pickled weights only ({pickled[0].name}), which are not served: loading "
-            "them may run code that they bring. Convert them with: "
+            f"{directory} holds pickled weights only ({pickled[0].name}), which are not loaded: "
+            "unpickling may run code from the file. Convert them with: "
             f"{conversion_command(directory, pickled)}"
         )
 

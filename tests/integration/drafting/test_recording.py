@@ -73,9 +73,9 @@ def test_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir(mode=0o755)
     with pytest.raises(ValueError, match=r"record.folder=.* is open to other users \(mode 755\)"):
         configure(target, {"folder": str(tmp_path / "open")})
-    with pytest.raises(ValueError, match="record brings a scheduler of its own"):
+    with pytest.raises(ValueError, match="record needs its own scheduler"):
         configure(target, ours, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
-    with pytest.raises(ValueError, match="record is of autoregressive targets"):
+    with pytest.raises(ValueError, match="record is for autoregressive targets"):
         configure(SHIPPED, ours)
     assert not (tmp_path / "recording").exists()
     with pytest.raises(ValueError, match="adaptive=true needs a draft"):

@@ -151,7 +151,7 @@ def test_engines_beside_each_other(tmp_path: Path) -> None:
 def test_a_second_server_is_refused(ring: Ring) -> None:
     """A folder takes one server's recording at a time, and the next one's once it is closed."""
     recorder = Recorder(ring, pytest.fail)
-    with pytest.raises(ValueError, match="recorded to by another server; give each its own"):
+    with pytest.raises(ValueError, match="in use by another server; give each its own"):
         Recorder(ring, pytest.fail)
     recorder.close()
     recorder.close()
@@ -181,7 +181,7 @@ def test_folder_of_another_user_is_refused(
     os.close(ring.lock())
     with monkeypatch.context() as patched:
         patched.setattr(os, "geteuid", lambda: os.getuid() + 1)
-        assert_refused(f"belongs to user {os.getuid()}, .* name a folder of")
+        assert_refused(f"belongs to user {os.getuid()}, .* name a folder that this user owns")
     (tmp_path / "link").symlink_to(ring.folder)
     link = Ring(tmp_path / "link", "engine0", 2**20)
     assert_refused("is a link; name the folder that it leads to", link)
@@ -275,7 +275,7 @@ def test_file_of_the_users(tmp_path: Path) -> None:
         ('{"token_ids": [-1]}', r"line 1: .*token_ids\[0\]`; a line has"),
         ('{"token_ids": [1.5]}', r"Expected `int`, got `float` - at `\$.token_ids\[0\]`"),
         ('{"token_ids": [true]}', r"Expected `int`, got `bool` - at `\$.token_ids\[0\]`"),
-        ('{"token_ids": []}', "no tokens of an answer; leave the line out"),
+        ('{"token_ids": []}', "the answer has no tokens; remove the line"),
         (
             '{"prompt_token_ids": [1], "output_token_ids": "2"}',
             r"got `str` - at `\$.output_token_ids`",

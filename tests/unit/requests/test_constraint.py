@@ -140,11 +140,11 @@ def test_white_space_that_is_none(pattern: str) -> None:
         ({"choice": ["a"] * (bounds.MOST_CHOICES + 1)}, f"{bounds.MOST_CHOICES} entries"),
         ({"regex": "[a-z"}, "unclosed character class"),
         ({"regex": "a" * (bounds.MOST_CONSTRAINT + 1)}, f"{bounds.MOST_CONSTRAINT} characters"),
-        ({"grammar": "start: rest"}, "grammar is not followed"),
+        ({"grammar": "start: rest"}, "grammar is not supported"),
         ({"grammar": "start: x\nx[max_tokens=5]: /.*/"}, "max_tokens=... or stop=... lexemes"),
         ({"grammar": 'start: x\nx[stop="b"]: /.*/'}, "max_tokens=... or stop=... lexemes"),
-        ({"grammar": "root ::= rest"}, "grammar is not followed"),
-        ({"grammar": " "}, "grammar must be a text"),
+        ({"grammar": "root ::= rest"}, "grammar is not supported"),
+        ({"grammar": " "}, "grammar must be a non-empty string"),
         ({"structural_tag": "x"}, "structural_tag is malformed"),
         ({"structural_tag": '{"structures": 5, "triggers": []}'}, "structural_tag is malformed"),
         (
@@ -160,7 +160,7 @@ def test_white_space_that_is_none(pattern: str) -> None:
             {
                 "structural_tag": '{"format": {"type": "grammar", "grammar": "// llguidance\\na: b"}}'
             },
-            "structural_tag is not followed",
+            "structural_tag is not supported",
         ),
     ],
     ids=lambda value: str(value)[:60],

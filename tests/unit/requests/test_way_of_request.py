@@ -149,8 +149,8 @@ def test_ways_that_a_server_does_not_offer(server: dict[str, Any], reason: str) 
         ({"rules": [DENOISED, DENOISED]}, "each once"),
         ({"rules": DENOISED}, 'must be "all" or a list of names'),
         ({"rules": 5}, 'must be "all" or a list of names'),
-        ({"rules": [DRAFTS, CAUSAL]}, "must hold 'entropy_bound'"),
-        ({"rules": [DENOISED, CAUSAL], "rule": DRAFTS}, "must hold 'linear_spec'"),
+        ({"rules": [DRAFTS, CAUSAL]}, "must include 'entropy_bound'"),
+        ({"rules": [DENOISED, CAUSAL], "rule": DRAFTS}, "must include 'linear_spec'"),
     ],
     ids=str,
 )

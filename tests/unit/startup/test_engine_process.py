@@ -169,7 +169,7 @@ def test_a_request_while_the_server_is_stopped(monkeypatch: pytest.MonkeyPatch) 
     assert [asyncio.run(prepared(index)) for index in (0, 1)] == [8, 8]
     AsyncLLM.shutdown(mock.Mock(renderer=renderer))
     for index in (0, 1):
-        with pytest.raises(RetryableRequestError, match="is being stopped") as raised:
+        with pytest.raises(RetryableRequestError, match="is shutting down") as raised:
             asyncio.run(prepared(index))
         assert create_error_response(raised.value).error.code == 503
 

@@ -71,7 +71,7 @@ def test_files_beside_an_index_are_not_checked(tmp_path: Path) -> None:
     (folder / "consolidated.safetensors").write_bytes(b"no")
     check_weight_files(str(folder))
     (folder / "m.safetensors").unlink()
-    with pytest.raises(ValueError, match="m.safetensors, which is not there"):
+    with pytest.raises(ValueError, match="m.safetensors, which does not exist"):
         check_weight_files(str(folder))
 
 

@@ -107,7 +107,7 @@ def calibrate(
             trained; and as :func:`~vllm_diffusion.drafting.calibration.train.train`.
     """
     if out.exists():
-        raise ValueError(f"--out: {out} is there already; name a new folder.")
+        raise ValueError(f"--out: {out} already exists; name a new folder.")
     learnt, held_out = split_samples(samples)
     check_fit(
         draft.config,
@@ -154,7 +154,7 @@ def split_samples(folder: Path) -> tuple[list[Path], list[Path]]:
         learnt = learnt[len(held_out) :]
     if not learnt:
         raise ValueError(
-            f"{folder} holds nothing to train on: all of {len(files)} samples are held out; record more."
+            f"{folder} has nothing to train on: all {len(files)} samples are held out; record more."
         )
     return learnt, held_out[:_MAX_HELD_OUT]
 

@@ -74,7 +74,7 @@ def extract(
     # set.
     if engine_args.create_model_config().is_diffusion:
         raise ValueError(
-            f"{engine_args.model} is a diffusion model, which takes no draft; name the autoregressive target "
+            f"{engine_args.model} is a diffusion model, and drafts are for autoregressive targets; name the target "
             "whose traffic was recorded."
         )
     # This comes before the platform's check, whose message is about serving.
@@ -90,7 +90,7 @@ def extract(
     for exchange in chosen:
         if max(exchange.token_ids) >= vocab_size:
             raise ValueError(
-                f"The recording has token {max(exchange.token_ids)}, and the target's vocabulary is "
+                f"The recording has token {max(exchange.token_ids)}, outside the target's vocabulary of "
                 f"{vocab_size}; give the target whose traffic was recorded, or another recording."
             )
     if not chosen:
@@ -160,8 +160,8 @@ def _check(config: VllmConfig, target_layer_ids: Sequence[int]) -> None:
 def _check_cache(dtype: str) -> None:
     if dtype not in _CACHE_DTYPES:
         raise ValueError(
-            f"--kv-cache-dtype {dtype}: hidden states are not extracted through a cache of this kind, "
-            "whose rounding would be learnt as the target's; set it to auto or fp8."
+            f"--kv-cache-dtype {dtype}: a draft would learn the rounding of this cache as the "
+            "target's; set it to auto or fp8."
         )
 
 

@@ -302,7 +302,9 @@ def train(
         note()
     draft.eval()
     if not history:
-        raise ValueError(f"There are fewer samples than one batch of {settings.batch_size}.")
+        raise ValueError(
+            f"There are fewer samples than one batch of {settings.batch_size}; record more."
+        )
     return history
 
 

@@ -96,8 +96,8 @@ def contenders(methods: Sequence[Method], given: Sequence[tuple[str, str]]) -> l
     rules = [method for method in methods if method.name in RULES]
     if rules and (given or len(rules) < len(methods)):
         raise values.UsageError(
-            f"--method {rules[0].text} is of a diffusion model, which takes no draft; measure drafts in a run "
-            "of their own."
+            f"--method {rules[0].text} is for diffusion models, which take no draft; measure drafts in a "
+            "separate run."
         )
     if rules:
         return [_by_rule(rule) for rule in sorted(rules, key=lambda each: RULES.index(each.name))]
@@ -152,7 +152,7 @@ def _dflash_options(model: str, settings: dict[str, Any]) -> tuple[str, ...]:
     if not isinstance(block_size, int) or block_size < 2:
         raise values.UsageError(
             f"--draft {model}: block_size={block_size!r} in its config.json is not that of a DFlash draft; "
-            "a draft of another method is given as METHOD=MODEL."
+            "give a draft of another method as METHOD=MODEL."
         )
     speculative = {"method": DFLASH, "num_speculative_tokens": block_size - 1, "model": model}
     options = ["--speculative-config", json.dumps(speculative)]

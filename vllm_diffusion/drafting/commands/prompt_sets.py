@@ -148,21 +148,21 @@ def prompt_of(entry: Any, task: str) -> Prompt:
         ValueError: Naming what is wrong with it.
     """
     if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
-        raise ValueError("an object is needed with one of prompt and messages.")
+        raise ValueError("must be an object with either prompt or messages.")
     task = entry.get("task", task)
     if not isinstance(task, str) or not task:
         raise ValueError(f"task={task!r} must be a name.")
     text, messages = entry.get("prompt"), entry.get("messages")
     if "messages" in entry:
         if not isinstance(messages, list) or not messages:
-            raise ValueError("messages must be a list that is not empty.")
+            raise ValueError("messages must be a non-empty list.")
         if not all(isinstance(message, dict) and "role" in message for message in messages):
             raise ValueError("messages must be objects with role and content.")
         return Prompt(task, messages=tuple(messages))
     if isinstance(text, list) and all(type(token) is int for token in text):
         text = tuple(text)
     if not isinstance(text, str | tuple) or not text:
-        raise ValueError("prompt must be a text, or a list of token ids.")
+        raise ValueError("prompt must be a string or a list of token ids.")
     return Prompt(task, text=text)
 
 

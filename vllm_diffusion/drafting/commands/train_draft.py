@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise values.UsageError(f"--{str(error).replace('_', '-')}") from None
     out = arguments.out
     if out.exists():
-        raise values.UsageError(f"--out: {out} is there already; name a new folder.")
+        raise values.UsageError(f"--out: {out} already exists; name a new folder.")
     try:
         exchanges = read_recording(arguments.recording).exchanges
     except ValueError as error:
@@ -141,8 +141,8 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         return fail(one_line(error))
     except BrokenProcessPool:
-        return fail("The process that extracts hidden states was killed; is there memory for it?")
-    print(f"The draft is in {out}, a picture of its training in training.svg there.")
+        return fail("The process that extracts hidden states was killed; is there enough memory?")
+    print(f"The draft is in {out}; training.svg there shows its training.")
     return 0
 
 
@@ -197,7 +197,9 @@ def _train(
     if settings.minutes is not None:
         left = settings.minutes - running.seconds / 60
         if left <= 0:
-            raise ValueError(f"--minutes={settings.minutes:g}: the extraction took all; raise it.")
+            raise ValueError(
+                f"--minutes={settings.minutes:g}: the extraction used all of them; raise it."
+            )
         settings = dataclasses.replace(settings, minutes=left * _SHARE_OF_TRAINING)
     calibrate.calibrate(
         samples,

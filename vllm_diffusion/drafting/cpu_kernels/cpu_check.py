@@ -22,7 +22,7 @@ def check_drafts(vllm_config: VllmConfig) -> None:
         return
     if spec.rejection_sample_method == "fly":
         raise ValueError(
-            '--speculative-config: rejection_sample_method "fly" accepts what the model would not say, '
+            '--speculative-config: rejection_sample_method "fly" changes what the model answers, '
             'and does not run on the CPU platform of vllm-diffusion; leave it out, or set it to "block".'
         )
     is_staged = vllm_config.parallel_config.pipeline_parallel_size > 1
@@ -37,7 +37,7 @@ def check_drafts(vllm_config: VllmConfig) -> None:
         # Its first layers lie in a stage that never drafts.
         raise ValueError(
             "--pipeline-parallel-size with --speculative-config: vLLM cuts a draft of method draft_model into "
-            "stages as well, and drafts in the last of them alone; leave --pipeline-parallel-size out, use "
+            "stages as well, but drafts only in the last one; leave --pipeline-parallel-size out, use "
             '--tensor-parallel-size, or set "method" to "ngram", "dflash" or "eagle3".'
         )
     # vLLM would find out when weights are loaded.
@@ -46,7 +46,7 @@ def check_drafts(vllm_config: VllmConfig) -> None:
     if is_staged and reads_states and model_type in ("gemma4", "gemma4_text"):
         raise ValueError(
             f"--pipeline-parallel-size with --speculative-config: {spec.method} reads hidden states of layers, "
-            "which vLLM's Gemma 4 does not hand from stage to stage; leave --pipeline-parallel-size out, "
+            "which vLLM's Gemma 4 does not pass from stage to stage; leave --pipeline-parallel-size out, "
             'use --tensor-parallel-size, or set "method" to "ngram".'
         )
     if vllm_config.watermark_config is not None:

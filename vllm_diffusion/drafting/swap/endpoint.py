@@ -116,7 +116,7 @@ class DraftSwaps:
                     f"the draft could not be loaded ({error}); the old one serves.",
                 ) from None
             replaced, self._model = self._model, request.model
-            logger.info("The draft %s took the place of %s.", self._model, replaced)
+            logger.info("The draft %s replaced %s.", self._model, replaced)
             return {"model": self._model, "replaced": replaced}
 
     async def _restore(self) -> None:

@@ -78,9 +78,7 @@ def published_settings(model_config: ModelConfig) -> Published:
     missing = {name: value for name, value in _PUBLISHED.items() if values.get(name) is None}
     if missing:
         listed = ", ".join(f"{_KEYS.get(name, name)} ({value})" for name, value in missing.items())
-        logger.info(
-            "%s has no %s: in brackets the published values, which are used.", source, listed
-        )
+        logger.info("%s has no %s; the published values in brackets are used.", source, listed)
     return Published(values | missing, source, keys=_KEYS)
 
 

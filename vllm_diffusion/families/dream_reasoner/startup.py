@@ -64,8 +64,8 @@ class DreamReasonerEngineConfig(MaskedEngineConfig):
         """Refuse a Dream without blocks."""
         if getattr(model_config.hf_config, cls.block_length_key, None) is None:
             raise ValueError(
-                f"DreamForCausalLM without {cls.block_length_key} in config.json is not a DreamReasoner, whose "
-                f"blocks are of {cls.block_length}. If it is a Dream-7B, --hf-overrides "
+                f"DreamForCausalLM without {cls.block_length_key} in config.json is not a DreamReasoner, which "
+                f"has blocks of {cls.block_length}. If it is a Dream-7B, --hf-overrides "
                 """'{"architectures": ["DreamModel"]}' serves it."""
             )
         super().verify_and_update_model_config(model_config)

@@ -58,6 +58,6 @@ class ILLaDAEngineConfig(WholeSequenceEngineConfig):
         super().check_model(model_config)
         if (eps := getattr(model_config.hf_config, "layer_norm_eps", None)) is not None:
             raise ValueError(
-                f"layer_norm_eps={eps!r} in config.json gives an iLLaDA layer norms, which are not served; "
-                "those that are published have RMS norms."
+                f"layer_norm_eps={eps!r} in config.json asks for layer norms, which are not supported; "
+                "published iLLaDAs have RMS norms."
             )

@@ -212,8 +212,8 @@ class LLaDAEngineConfig(WholeSequenceEngineConfig):
             if value not in (None, wanted):
                 of_vocabulary = ", its vocab_size" if name == "embedding_size" else ""
                 raise ValueError(
-                    f"{name}={value!r} in config.json gives layers that are not served; a LLaDA is served with "
-                    f"{name}={wanted!r}{of_vocabulary}, as those that are published."
+                    f"{name}={value!r} in config.json asks for layers that are not supported; published LLaDAs "
+                    f"have {name}={wanted!r}{of_vocabulary}."
                 )
 
     @classmethod
@@ -250,6 +250,6 @@ class LLaDAMoEEngineConfig(WholeSequenceEngineConfig):
         super().check_model(model_config)
         for name, value in model_config.hf_config.not_served.items():
             raise ValueError(
-                f"{name}={value!r} in config.json gives layers that are not served; the LLaDA-MoE that is "
-                "published has none."
+                f"{name}={value!r} in config.json asks for layers that are not supported; the published "
+                "LLaDA-MoE has none."
             )

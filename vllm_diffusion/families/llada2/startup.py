@@ -185,15 +185,15 @@ def _log_rule(rule: str) -> None:
     """Say which version's loop runs, since ``config.json`` does not tell 2.0 from 2.1."""
     if rule == "levenshtein":
         logger.warning(
-            "rule='levenshtein' (LLaDA2.2): no code of the publisher's was found, and the loop differs "
-            "from SGLang's where a block repeats an earlier state; docs/use/families.md lists how."
+            "rule='levenshtein' (LLaDA2.2): the publisher's code is not public, and the loop differs "
+            "from SGLang's where a block repeats an earlier state; see docs/use/families.md."
         )
         return
     other = "reveal" if rule == "reveal_and_edit" else "reveal_and_edit"
     versions = {"reveal": "LLaDA2.0", "reveal_and_edit": "LLaDA2.1"}
     logger.info(
-        'rule=%r (%s\'s loop) runs: both versions have one architecture, and 2.1 is known by "LLaDA2.1" in '
-        'the checkpoint\'s name alone; --additional-config \'{"diffusion": {"rule": "%s"}}\' chooses '
+        'using rule=%r (%s\'s loop): both versions have one architecture, and only "LLaDA2.1" in the '
+        'checkpoint\'s name tells them apart; --additional-config \'{"diffusion": {"rule": "%s"}}\' selects '
         "%s's.",
         rule,
         versions[rule],

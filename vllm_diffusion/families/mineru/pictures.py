@@ -62,8 +62,8 @@ class PictureInfo(Qwen2VLProcessingInfo):
             for width, height in map(pictures.get_image_size, held):
                 if max(width, height) > _LONGEST_SIDE * min(width, height):
                     raise VLLMValidationError(
-                        f"image_url has a picture of {width} x {height} pixels, whose longer side is more than "
-                        f"{_LONGEST_SIDE} times the other; cut it.",
+                        f"image_url has a picture of {width} x {height} pixels; its longer side may be at most "
+                        f"{_LONGEST_SIDE} times the shorter. Crop it.",
                         parameter="image_url",
                     )
         return items

@@ -124,8 +124,8 @@ class MinerUEngineConfig(MaskedEngineConfig):
             image_processor(model_config.model, revision=model_config.revision)
         except OSError as error:
             raise ValueError(
-                f"preprocessor_config.json of {model_config.model} was not read, which says how pictures are cut into "
-                "patches; copy it from the published checkpoint."
+                f"preprocessor_config.json of {model_config.model} could not be read; it says how pictures are cut into "
+                "patches. Copy it from the published checkpoint."
             ) from error
         if config.tower not in (_TOWER, Qwen2VLVisionConfig.model_type):
             raise ValueError(

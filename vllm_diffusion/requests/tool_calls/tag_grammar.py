@@ -56,7 +56,7 @@ def tag_grammar(text: str, white_space: str) -> str:
         lambda tokens: re.sub("[0-9]+", lambda token: str(int(token[0]) % 256), tokens[0]), grammar
     )
     if problem := compiling_problem("grammar", checked):
-        raise SchemaError(f"structural_tag is not followed: {problem}")
+        raise SchemaError(f"structural_tag is not supported: {problem}")
     return grammar
 
 
@@ -143,7 +143,7 @@ class _Writer:
             return self._triggered_by_tokens(form)
         if kind == "grammar":
             raise SchemaError(
-                "a grammar in EBNF cannot be held beside tools or within a structural tag; leave one "
+                "a grammar in EBNF cannot be combined with tools or a structural tag; leave one "
                 "of them out, or set tool_choice to none"
             )
         raise SchemaError(_NOT_SUPPORTED.format(f"the type {kind!r}"))

@@ -148,8 +148,8 @@ class AdapterRules:
         now = self._seen[folder][0]
         if self._loaded.setdefault((name, folder), now) != now:
             raise ValueError(
-                f"LoRA adapter {folder}: its files have changed since it was loaded as {name!r}, and prompts "
-                "may be cached of what it was; load it under another name, or from another folder."
+                f"LoRA adapter {folder}: its files have changed since it was loaded as {name!r}, and cached "
+                "prompts may be of the old files; load it under another name, or from another folder."
             )
 
     def check(self, path: str) -> Path:

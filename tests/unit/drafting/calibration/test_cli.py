@@ -114,7 +114,7 @@ def test_no_time_left(train: Any) -> None:
     """A command whose minutes are over after the extraction reports it, and saves nothing."""
     status, lines = train("--minutes", 0.5)
     assert status == 1
-    assert lines[-1] == "--minutes=0.5: the extraction took all; raise it."
+    assert lines[-1] == "--minutes=0.5: the extraction used all of them; raise it."
     assert not Path("draft").exists()
 
 
@@ -145,7 +145,7 @@ def test_interrupted_training_saves_nothing(
 @pytest.mark.parametrize(
     ("words", "changes", "message"),
     [
-        (("--out", "target"), {}, "out: target is there already; name a new folder"),
+        (("--out", "target"), {}, "out: target already exists; name a new folder"),
         (("--device", "nope"), {}, "device nope: Expected one of cpu, cuda"),
         (("--device", "cuda:99"), {}, "device cuda:99: torch finds no such GPU"),
         ((), {"mask_token_id": 5}, "id=5, which must be a token that no text has"),

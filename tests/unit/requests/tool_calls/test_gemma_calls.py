@@ -497,7 +497,7 @@ def test_a_call_or_ebnf(tokenizer):
     request = tool_request([tool({}, strict=True)], tool_choice="auto")
     request.structured_outputs = StructuredOutputsParams(grammar='root ::= "a"')
     both = gemma_parser(tokenizer).adjust_request(request).structured_outputs
-    with pytest.raises(VLLMValidationError, match="EBNF cannot be held beside tools"):
+    with pytest.raises(VLLMValidationError, match="EBNF cannot be combined with tools"):
         read_constraint(both, StructuredOutputsConfig())
 
 

@@ -157,7 +157,7 @@ def test_older_form() -> None:
         (kind("any_text", max_tokens=3), "max_tokens, which is not supported"),
         (
             kind("grammar", grammar='root ::= "a"'),
-            "EBNF cannot be held beside tools or within a structural tag",
+            "EBNF cannot be combined with tools or a structural tag",
         ),
         (kind("json_schema", json_schema={}, style="qwen_xml"), "style='qwen_xml'"),
         (kind("json_schema", json_schema={"not": {}}), "#/not is not supported"),

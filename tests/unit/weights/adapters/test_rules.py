@@ -208,7 +208,7 @@ def test_files(rules: AdapterRules, tmp_path: Path) -> None:
     for text, sentence in (
         ("{", "not valid JSON"),
         ("[]", "must hold a JSON object"),
-        ("[" * 100_000, "nests too deep"),
+        ("[" * 100_000, "nested too deeply"),
     ):
         (folder / CONFIG).write_text(text)
         assert sentence in said()
