@@ -268,12 +268,15 @@ def published() -> str:
             sampling = own if served is None else _values(served) or PLAIN
             rows[title] = [["**served**", sampling, _values(settings), ""]]
             sources[title] = []
-        kind = "file" if run.kind == "checkpoint" else run.kind
-        of_run = {**run.settings, **({"block": run.block_length} if run.block_length else {})}
-        request = "" if run.kind == "checkpoint" else _request(run, served, settings)
-        sampling = _values(run.sampling) or PLAIN
-        rows[title].append([kind, sampling, _values(of_run), request])
+        # A checkpoint's file is what is served.
+        kind = "served" if run.kind == "checkpoint" else run.kind
         sources[title].append(f"- {kind.capitalize()}: {run.source}.")
+        if run.kind == "checkpoint":
+            continue
+        of_run = {**run.settings, **({"block": run.block_length} if run.block_length else {})}
+        sampling = _values(run.sampling) or PLAIN
+        row = [kind, sampling, _values(of_run), _request(run, served, settings)]
+        rows[title].append(row)
     head = ["what", "sampling", "settings", "a request that gets it"]
     return "\n".join(
         f"**{title}**\n\n{_table(head, of_title)}\n" + "\n".join(sources[title]) + "\n"
