@@ -219,34 +219,32 @@ def _wrapped(command: str) -> str:
 
 
 def families() -> str:
-    """List every architecture with how its blocks lie and with its decoding rules."""
-    entries = {family.architecture: imported(family.engine_config) for family in FAMILIES}
-    rows = [
-        [f"`{architecture}`", _layout(entry), _code(entry.rule_names())]
-        for architecture, entry in entries.items()
-    ]
+    """List the architectures by how their blocks lie and by their decoding rules."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for family in FAMILIES:
+        entry = imported(family.engine_config)
+        row = (_layout(entry), _code(entry.rule_names()))
+        alike.setdefault(row, []).append(family.architecture)
+    rows = [[_code(architectures), *row] for row, architectures in alike.items()]
     return _table(["architecture", "blocks", "rules, the default first"], rows)
 
 
 def rules() -> str:
-    """List the settings and presets of every decoding rule, in a section for each rule."""
+    """List the settings and presets of the decoding rules, each with the rules that have it."""
     found: dict[str, DecodingRule] = {}
     for family in FAMILIES:
         entry = imported(family.engine_config)
         is_masked = hasattr(entry, "mask_token_id")
         for name, run in entry.rules.items():
             found.setdefault(name, run.rule(*([0] if is_masked else [])))
-    return "\n".join(f"#### `{name}`\n\n{_settings(rule)}" for name, rule in found.items())
-
-
-def _settings(rule: DecodingRule) -> str:
-    if not rule.settings:
-        return "It has no settings.\n"
-    rows = [[f"`{name}`", value.values, value.meaning] for name, value in rule.settings.items()]
-    rows += [
-        [f'`preset` `"{preset}"`', "", _values(values)] for preset, values in rule.presets.items()
-    ]
-    return _table(["setting", "values", "meaning"], rows)
+    having: dict[tuple[str, str, str], list[str]] = {}
+    for name, rule in found.items():
+        rows = [(f"`{key}`", each.values, each.meaning) for key, each in rule.settings.items()]
+        rows += [(f'`preset` `"{key}"`', "", _values(of)) for key, of in rule.presets.items()]
+        for row in rows:
+            having.setdefault(row, []).append(name)
+    table = [[row[0], _code(names), *row[1:]] for row, names in having.items()]
+    return _table(["setting", "rules", "values", "meaning"], table)
 
 
 def published() -> str:
@@ -270,12 +268,15 @@ def published() -> str:
             sampling = own if served is None else _values(served) or PLAIN
             rows[title] = [["**served**", sampling, _values(settings), ""]]
             sources[title] = []
-        kind = "file" if run.kind == "checkpoint" else run.kind
-        of_run = {**run.settings, **({"block": run.block_length} if run.block_length else {})}
-        request = "" if run.kind == "checkpoint" else _request(run, served, settings)
-        sampling = _values(run.sampling) or PLAIN
-        rows[title].append([kind, sampling, _values(of_run), request])
+        # A checkpoint's file is what is served.
+        kind = "served" if run.kind == "checkpoint" else run.kind
         sources[title].append(f"- {kind.capitalize()}: {run.source}.")
+        if run.kind == "checkpoint":
+            continue
+        of_run = {**run.settings, **({"block": run.block_length} if run.block_length else {})}
+        sampling = _values(run.sampling) or PLAIN
+        row = [kind, sampling, _values(of_run), _request(run, served, settings)]
+        rows[title].append(row)
     head = ["what", "sampling", "settings", "a request that gets it"]
     return "\n".join(
         f"**{title}**\n\n{_table(head, of_title)}\n" + "\n".join(sources[title]) + "\n"
