@@ -54,9 +54,7 @@ def diffusion_config(model: str) -> VllmConfig:
 
     config = EngineArgs(model=model).create_engine_config()
     if spec_of(config.model_config) is None:
-        raise ValueError(
-            f"{model} is not a diffusion model that vllm-diffusion serves; name another."
-        )
+        raise ValueError(f"vllm-diffusion does not serve {model}; name a diffusion model.")
     return config
 
 
