@@ -25,7 +25,7 @@ from vllm_diffusion.startup.unserved_models import (
     classes_of_code,
     unserved_by_class,
 )
-from vllm_diffusion.weights.adapters.rules import UNREACHED
+from vllm_diffusion.weights.adapters.support import UNREACHED
 from vllm_diffusion.weights.machine_fit import quantises_while_loading
 
 if TYPE_CHECKING:

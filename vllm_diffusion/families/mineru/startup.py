@@ -35,7 +35,7 @@ from vllm_diffusion.decoding.layouts import BlockAfterPrompt
 from vllm_diffusion.decoding.reveal import Reveal
 from vllm_diffusion.startup.engine_config import PublishedRule
 from vllm_diffusion.startup.masked_models import MaskedEngineConfig
-from vllm_diffusion.weights.tensor_rules import BodyTensors, Shape, TensorRules
+from vllm_diffusion.weights.checkpoint_tensors import BodyTensors, CheckpointTensors, Shape
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -77,8 +77,8 @@ class MinerUDiffusionConfig(Qwen2VLConfig):
         super().__post_init__(**kwargs)
 
 
-class MinerUTensors(TensorRules):
-    """Tensor rules of the publisher's modules: a tower without its end, a projector and a Qwen3."""
+class MinerUTensors(CheckpointTensors):
+    """Tensors of the publisher's modules: a tower without its end, a projector and a Qwen3."""
 
     def shapes(self, config: Any) -> dict[str, Shape]:
         from transformers.models.qwen2_vl.modeling_qwen2_vl import (
@@ -140,5 +140,5 @@ class MinerUEngineConfig(MaskedEngineConfig):
             )
 
     @classmethod
-    def tensor_rules(cls) -> TensorRules:
+    def checkpoint_tensors(cls) -> CheckpointTensors:
         return MinerUTensors()

@@ -40,7 +40,7 @@ from vllm_diffusion.startup.engine_config import PublishedRule
 from vllm_diffusion.startup.masked_models import MaskedEngineConfig
 from vllm_diffusion.startup.plan import spec_of
 from vllm_diffusion.startup.plugin_settings import OPTION
-from vllm_diffusion.weights.tensor_rules import BodyTensors, TensorRules
+from vllm_diffusion.weights.checkpoint_tensors import BodyTensors, CheckpointTensors
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -137,6 +137,6 @@ class NemotronLabsDiffusionEngineConfig(MaskedEngineConfig):
             )
 
     @classmethod
-    def tensor_rules(cls) -> TensorRules:
+    def checkpoint_tensors(cls) -> CheckpointTensors:
         prefixes = {"model.": "encoder.", "lm_head.": "diffusion_head."}
         return BodyTensors("Ministral3ForCausalLM", prefixes)
