@@ -40,8 +40,8 @@ class SlotPass(NamedTuple):
         num_rows: [R], int32, canvas rows of each slot; 0 for a slot that had none.
         seed: [R], int64, each request's seed.
         greedy: [R], bool, requests whose temperature is 0.
-        seeding: [R], bool, slots whose statistics at position 0 are of the last known token's row,
-            which draws the canvas's first token.
+        last_known: [R], bool, slots whose statistics at position 0 are of the last known token's
+            row, which draws the canvas's first token.
         num_valid: [R], int32, leading positions that a constrained canvas must repeat in its last
             step; 0 where no step may be the last yet, -1 without a constraint.
         free_from: [R], int32, first position that becomes noise whatever the rule decides.
@@ -51,7 +51,7 @@ class SlotPass(NamedTuple):
     num_rows: Tensor
     seed: Tensor
     greedy: Tensor
-    seeding: Tensor
+    last_known: Tensor
     num_valid: Tensor
     free_from: Tensor
     free_to: Tensor
@@ -147,7 +147,7 @@ class CanvasStep:
         has_rows = slot_pass.num_rows > slots.num_given
         denoised = has_rows & (slots.phase == _DENOISING)
         committed = has_rows & (slots.phase == _COMMITTING)
-        seeds_next = has_rows & slots.seeds_next
+        draws_next_first = has_rows & slots.draws_next_first
         position = torch.arange(slots.canvas_length, device=has_rows.device)[None, :]
 
         decision = self._decide(statistics, slot_pass, position)
@@ -193,7 +193,7 @@ class CanvasStep:
         canvas = torch.where(denoised[:, None], canvas, slots.canvas)
         phase = torch.where(done, _COMMITTING, slots.phase)
         self._write(canvas, phase, output, emitted, decision)
-        self._begin(emitted, statistics, slot_pass, seeds_next, num_final, position)
+        self._begin(emitted, statistics, slot_pass, draws_next_first, num_final, position)
         return output
 
     def _decide(
@@ -306,7 +306,7 @@ class CanvasStep:
         begins: Tensor,
         statistics: PositionStatistics,
         slot_pass: SlotPass,
-        seeds_next: Tensor,
+        draws_next_first: Tensor,
         num_final: Tensor,
         position: Tensor,
     ) -> None:
@@ -320,16 +320,16 @@ class CanvasStep:
             initial = torch.where(slots.pinned, slots.requested.seed_canvas, initial)
             num_given = num_final
         canvas = torch.where(begins[:, None], initial, slots.canvas)
-        if any(way.layout.is_seeded for way in self._spec.ways):
-            seed_position = slots.way.choose(
-                lambda way: way.layout, lambda layout: layout.seed_position(num_final)
+        if any(way.layout.draws_first_token for way in self._spec.ways):
+            predicting_position = slots.way.choose(
+                lambda way: way.layout, lambda layout: layout.predicting_position(num_final)
             )
-            drawn_by = torch.where(seeds_next, seed_position, 0).long()[:, None]
+            drawn_by = torch.where(draws_next_first, predicting_position, 0).long()[:, None]
             token = statistics.candidate.gather(-1, drawn_by)
             # A token that is pinned in the first canvas stands there from its first step on.
-            is_seed = seeds_next[:, None] | (slot_pass.seeding[:, None] & ~slots.pinned)
-            is_seed = is_seed & (position == 0)
-            canvas = torch.where(is_seed, token, canvas)
+            is_first = draws_next_first[:, None] | (slot_pass.last_known[:, None] & ~slots.pinned)
+            is_first = is_first & (position == 0)
+            canvas = torch.where(is_first, token, canvas)
         slots.canvas.copy_(canvas)
         slots.num_given.copy_(torch.where(begins, num_given, slots.num_given))
         if not layout.keeps_emitted:

@@ -29,7 +29,7 @@ def idle_pass(num_slots: int) -> SlotPass:
         num_rows=torch.zeros(num_slots, dtype=torch.int32),
         seed=torch.zeros(num_slots, dtype=torch.int64),
         greedy=torch.zeros(num_slots, dtype=torch.bool),
-        seeding=torch.zeros(num_slots, dtype=torch.bool),
+        last_known=torch.zeros(num_slots, dtype=torch.bool),
         num_valid=torch.full((num_slots,), -1, dtype=torch.int32),
         free_from=torch.zeros(num_slots, dtype=torch.int32),
         free_to=torch.zeros(num_slots, dtype=torch.int32),
@@ -133,7 +133,7 @@ def test_a_draft_and_its_verification(backend):
 
     both = torch.ones(2, dtype=torch.bool)
     # The last row of a prompt draws the first token; one of them is the mask token.
-    drawing([[4] * CANVAS, [11] * CANVAS], seeding=both)
+    drawing([[4] * CANVAS, [11] * CANVAS], last_known=both)
     draft = [list(range(20, 20 + CANVAS))] * 2
     rows = torch.full((2,), CANVAS, dtype=torch.int32)
     assert drawing(draft, num_rows=rows) == [[0, 0], [0, 0]]

@@ -134,7 +134,7 @@ def test_a_rule_whose_needs_no_other_has(backend: str | None) -> None:
             num_rows=zeros + C,
             seed=torch.arange(R),
             greedy=torch.zeros(R, dtype=torch.bool),
-            seeding=torch.zeros(R, dtype=torch.bool),
+            last_known=torch.zeros(R, dtype=torch.bool),
             num_valid=zeros - 1,
             free_from=zeros,
             free_to=zeros,

@@ -1,15 +1,15 @@
 """Nemotron-Labs-Diffusion: blocks of 32 after a causal context; drafts of 32; one token after
 another.
 
-A block starts where the known tokens end. Its first token, the seed, comes from the causal pass
-that writes their keys and values: over the prompt, then over each finished block. The others start
-as masks, and are revealed by the model's own probability, whatever the temperature. A block ends
-early at an end token with no mask before it.
+A block starts where the known tokens end. Its first token comes from the causal pass that writes
+their keys and values: over the prompt, then over each finished block. The others start as masks,
+and are revealed by the model's own probability, whatever the temperature. A block ends early at an
+end token with no mask before it.
 
-With the rule ``linear_spec`` a block is a draft after its seed, and the causal pass keeps what it
-agrees with (``decoding/reveal.py``); the adapter ``linear_spec_lora``, a folder of PEFT's next to
-the weights that adapts each layer's ``o_proj``, acts on the draft. With ``autoregressive`` vLLM
-serves an ordinary causal model.
+With the rule ``linear_spec`` a block is a draft after its first token, and the causal pass keeps
+what it agrees with (``decoding/reveal.py``); the adapter ``linear_spec_lora``, a folder of PEFT's
+next to the weights that adapts each layer's ``o_proj``, acts on the draft. With ``autoregressive``
+vLLM serves an ordinary causal model.
 
 Source: ``modeling_nemotron_labs_diffusion.py`` of nvidia/Nemotron-Labs-Diffusion, as found in
 public copies; mlx-vlm's ``models/nemotron_labs_diffusion`` at 9b13f522 does the same. It differs:
@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 
 from transformers import Ministral3Config
 
-from vllm_diffusion.decoding.layouts import SeededBlock, VerifiedDraft
+from vllm_diffusion.decoding.layouts import FirstTokenBlock, VerifiedDraft
 from vllm_diffusion.decoding.reveal import LinearSpec, Reveal
 from vllm_diffusion.decoding.rule import AUTOREGRESSIVE, FLOAT32_MAX, Setting
 from vllm_diffusion.families.nemotron.draft_lora import FOLDER, find_draft_lora
@@ -76,7 +76,7 @@ class NemotronLabsDiffusionEngineConfig(MaskedEngineConfig):
     has_autoregressive_mode = True
     mask_token_id = 100
     block_length = 32
-    layout = SeededBlock
+    layout = FirstTokenBlock
 
     @classmethod
     def default_rule(cls, model_config: ModelConfig) -> str:
