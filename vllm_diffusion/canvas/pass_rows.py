@@ -24,14 +24,14 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_diffusion.canvas.compiled import compiled
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
-from vllm_diffusion.canvas.step import SlotPass, StepOutput
+from vllm_diffusion.canvas.step import SlotInputs, StepOutput
 from vllm_diffusion.decoding.layouts import FirstRows
 
 Table = TypeVar("Table", bound="tuple[Any, ...]")
 
 
 def rows_of(table: Table, rows: slice | Tensor | tuple[Tensor, ...]) -> Table:
-    """Select rows of all tensors of a named tuple, whose other fields stay.
+    """Select rows of all tensors of a named tuple; its other fields stay.
 
     Args:
         table: Named tuple of tensors with an entry for each row.
@@ -55,8 +55,8 @@ class _Numbers(NamedTuple):
             preempted.
         is_encoding: [R + 1], whether its other rows are tokens of a finished canvas.
         num_rows: [R + 1], canvas rows of each slot.
-        num_valid: [R + 1], of slots, as in :class:`SlotPass`. This and the next two start at their
-            values without a constraint; the sampler overwrites them.
+        num_valid: [R + 1], of slots, as in :class:`SlotInputs`. This and the next two start at
+            their values without a constraint; the sampler overwrites them.
         free_from: [R + 1].
         free_to: [R + 1].
         last_known: [R + 1], of which the first R bytes are bool: slots of which the row of the last
@@ -79,13 +79,12 @@ class _Numbers(NamedTuple):
 def _last_at(starts: Tensor, row: Tensor) -> Tensor:
     """[N], int64: for each row the last of ``starts`` that is not after it.
 
-    All of ``starts`` is searched, whose first is 0, and no part of it: PyTorch 2.11 compiles a
-    search in a slice for a GPU as one in the whole tensor, so that every row had the next request's
-    tokens.
+    Search all of ``starts``, never a slice: for a GPU, PyTorch 2.11 compiles a search in a slice as
+    one in the whole tensor, and every row then gets the next request's tokens.
 
     Args:
-        starts: [R + 1], ascending.
-        row: [N], of which none is negative.
+        starts: [R + 1], ascending from 0.
+        row: [N], none of them negative.
     """
     return torch.searchsorted(starts, row, right=True) - 1
 
@@ -202,7 +201,7 @@ class PassRows:
         self.hidden_index = integers(N) if slots.spec.layout.predicts_next else self.index
         numbers = self._numbers
         # What needs no arithmetic is read where it was copied to.
-        self.of_slots = SlotPass(
+        self.of_slots = SlotInputs(
             num_rows=numbers.num_rows[:R],
             seed=integers(R),
             greedy=integers(R, torch.bool),

@@ -1,8 +1,8 @@
 """Per-request tensors of a block-diffusion model, one row per slot, at addresses that never change.
 
 R is the number of slots (``max_num_seqs``), C the canvas length. The host stages what a new
-request brings and :meth:`CanvasSlots.apply_staged_writes` copies it once per step, and begins its
-first canvas, whose first step may come with the end of the prompt; the rest is written by the
+request brings. :meth:`CanvasSlots.apply_staged_writes` copies it once per step and begins the first
+canvas at once, since its first step may come with the end of the prompt. The rest is written by the
 compiled step of the sampler.
 """
 

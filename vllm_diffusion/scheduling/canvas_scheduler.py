@@ -27,7 +27,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm_diffusion.canvas.messages import CanvasView
 from vllm_diffusion.decoding.layouts import AnswerSizes, ScheduledRequest
 from vllm_diffusion.decoding.pass_order import PassOrder
-from vllm_diffusion.metrics import PassCounters, RowCounts
+from vllm_diffusion.metrics import EngineCounts, RowCounts
 from vllm_diffusion.requests.arguments import arguments_of
 from vllm_diffusion.scheduling.canvas_reports import CanvasReports
 from vllm_diffusion.scheduling.constraints import Constraints
@@ -80,7 +80,7 @@ class CanvasScheduling(Scheduler):
         self._lacking_pictures: list[Request] = []
         # True if the last pass left requests waiting.
         self._leaves_waiting = False
-        self._counters = PassCounters(spec)
+        self._counters = EngineCounts(spec)
         self.stuck = StuckRequests(
             self, self._counters, lambda request_id: self.constraints.num_settled(request_id)
         )

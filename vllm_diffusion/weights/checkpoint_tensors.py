@@ -105,9 +105,7 @@ class BodyTensors(CheckpointTensors):
         return name
 
 
-def spell_out_patterns(
-    quant_config: Any, config: Any, tensors: CheckpointTensors, mapper: Any
-) -> None:
+def spell_out_patterns(quant: Any, config: Any, tensors: CheckpointTensors, mapper: Any) -> None:
     """Add the modules that each pattern of an ignore list matches, under vLLM's names.
 
     vLLM renames the plain entries of the list, and matches patterns with its own module names: a
@@ -115,19 +113,19 @@ def spell_out_patterns(
     would be read as quantised.
 
     Args:
-        quant_config: vLLM's config of compressed-tensors; its ``ignore`` is extended. Others are
+        quant: vLLM's config of compressed-tensors; its ``ignore`` is extended. Others are
             left alone.
         config: transformers' configuration of the checkpoint.
         tensors: Names of its tensors.
         mapper: The model's ``WeightsMapper``.
     """
-    if quant_config is None or quant_config.get_name() != "compressed-tensors":
+    if quant is None or quant.get_name() != "compressed-tensors":
         return
-    patterns = [entry[3:] for entry in quant_config.ignore if entry.startswith("re:")]
+    patterns = [entry[3:] for entry in quant.ignore if entry.startswith("re:")]
     if not patterns:
         return
     names = tensors.linear_modules(split_experts(tensors.shapes(config)))
-    quant_config.ignore += [
+    quant.ignore += [
         mapper.map_name(name)
         for name in names
         if any(re.match(pattern, one) for pattern in patterns for one in tensors.all_names(name))

@@ -35,10 +35,10 @@ class CanvasTileRange:
         self, seqlen_info: Any, m_block: Any, split_idx: Any = 0, num_splits: Any = 1
     ) -> tuple[Any, Any]:
         """Return the half-open range of key tiles, which the kernels walk from its end."""
-        visible = visibility(self, seqlen_info)
+        seen = visibility(self, seqlen_info)
         if not self.is_split_kv:
-            return visible.visited(m_block, *self._cut())
-        return visible.visited_in_split(m_block, *self._cut(), split_idx, num_splits)
+            return seen.visited(m_block, *self._cut())
+        return seen.visited_in_split(m_block, *self._cut(), split_idx, num_splits)
 
     def get_n_block_min_causal_local_mask(
         self, seqlen_info: Any, m_block: Any, n_block_min: Any
