@@ -145,7 +145,7 @@ class BlockDiffusionEngineConfig:
 
     @classmethod
     def apply_autoregressive_defaults(cls, vllm_config: VllmConfig) -> None:
-        """Apply what vLLM chooses for the architecture whose weights the autoregressive mode
+        """Apply what vLLM would choose for the causal architecture that the autoregressive mode
         runs.
         """
 

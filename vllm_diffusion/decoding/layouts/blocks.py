@@ -100,9 +100,8 @@ class AlignedBlock(CanvasLayout):
 class BlockAfterPrompt(AlignedBlock):
     """Blocks counted from the end of the prompt, so that its first block is the short one.
 
-    Keys and values of a prompt depend on its length, so that a prefix is shared by prompts alone
-    whose lengths leave the same remainder. The last block is as short as what is left of the
-    answer.
+    Keys and values of a prompt depend on its length, so that prompts share a prefix only if their
+    lengths leave the same remainder. The last block is as short as what is left of the answer.
     """
 
     summary: ClassVar[str] = "counted from the end of the prompt; in both directions"

@@ -277,7 +277,8 @@ class CanvasLayout:
         return num_canvas
 
     def first_sampled(self, num_given: Positions) -> Positions:
-        """Return the position of each canvas whose row is the first of these, as ``num_given``.
+        """Return the first position of each canvas with a sampled row, in the type of
+        ``num_given``.
 
         Args:
             num_given: Given positions of each canvas, or of one.
