@@ -46,8 +46,8 @@ _WHERE_TRACES_ARE = (
 
 
 async def refused_first(served: Any, response: Awaitable[Any]) -> Any:
-    """Await an endpoint's response; a stream whose requests the engine would refuse is refused
-    before it begins, with the status of one that is not streamed.
+    """Await an endpoint's response, and check a stream's requests before it begins: once it has,
+    its status is 200 whatever the engine refuses.
 
     Args:
         served: The endpoint's object.
@@ -66,11 +66,11 @@ async def refused_first(served: Any, response: Awaitable[Any]) -> Any:
 
 
 class _ParametersFirst(OpenAIServingChat):
-    """Chats whose sampling parameters are checked before their pictures are processed.
+    """Chats that check sampling parameters before they process pictures.
 
-    vLLM keeps a picture that it has processed as one that the engine has. ``pictures.py`` takes it
-    back from a request that is refused, but until then others with the same picture are sent
-    without it.
+    vLLM takes a processed picture for one that the engine has. If the request is then refused,
+    ``pictures.py`` takes that back, but until then other requests with the same picture would be
+    sent without it.
     """
 
     async def render_chat_request(self, request: Any) -> Any:

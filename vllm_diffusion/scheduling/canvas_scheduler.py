@@ -197,9 +197,9 @@ class CanvasScheduling(Scheduler):
     def _release_pictures(self, first: Request) -> None:
         """Let the encoder's cache evict what other requests hold in it.
 
-        A request whose block ends within a picture holds that one, and may wait for the next one of
-        the same block. Several would wait for one another. What is evicted is encoded again for the
-        block that needs it.
+        If a block ends within a picture, its request holds that picture while it may wait for the
+        next one of the block. Several such requests would wait for one another for ever. What is
+        evicted is encoded again for the block that needs it.
 
         Args:
             first: Request that the next pass gives room.
@@ -384,8 +384,7 @@ class CanvasScheduler(CanvasScheduling, DiffusionScheduler):
 
     A canvas is emitted in the step that converges. If the request goes on, its tokens are known but
     not computed, and are encoded like a prompt; the last canvas never.
-    With a rule whose passes leave final keys and values, the pass that writes them emits the
-    canvas.
+    If the rule's last pass leaves final keys and values, that pass emits the canvas.
     """
 
     is_async = False

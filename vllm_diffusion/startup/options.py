@@ -233,8 +233,8 @@ def _looking(
 def _meant_architecture(
     arguments: EngineArgs, model_config: ModelConfig, by_code: Mapping[str, str]
 ) -> str | None:
-    """Return the architecture of a diffusion checkpoint whose ``architectures`` are its body's;
-    ``None`` for any other, or if the operator names one.
+    """Return the architecture of a diffusion checkpoint that names its body's in ``architectures``;
+    ``None`` for any other checkpoint, or if the operator names one.
     """
     overrides = arguments.hf_overrides or {}
     if not isinstance(overrides, Mapping) or "architectures" in overrides:

@@ -19,7 +19,7 @@ differs:
 
 LLaDA-MoE has the same loop; ``logits_eos_inf`` and ``confidence_eos_eot_inf`` name tokens of
 LLaDA-8B's vocabulary there, and are left out. Its layers, by ``modeling_lladamoe.py`` as
-ZHZisZZ/dllm has it at ca17675, are a Qwen3-MoE's whose weights of experts are not normalised,
+ZHZisZZ/dllm has it at ca17675, are a Qwen3-MoE's, but weights of experts are not normalised,
 whatever ``norm_topk_prob`` is in ``config.json``.
 """
 

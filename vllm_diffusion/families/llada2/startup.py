@@ -2,8 +2,8 @@
 
 Blocks are counted from the start of the prompt and attend in both directions, the prompt's too. All
 checkpoints have the same architecture and layout. Those with ``expert_capacity`` in ``config.json``
-are 2.2's, whose experts are chosen by block, and have a rule of their own; of the others 2.1's rule
-serves those whose name has "LLaDA2.1", and any other with the setting ``rule``.
+are 2.2's, which chooses experts by block and has a rule of its own. Of the others, 2.1's rule
+serves those with "LLaDA2.1" in their name, and any with the setting ``rule``.
 
 Source: ``modeling_llada2_moe.py`` of inclusionAI/LLaDA2.0-mini and LLaDA2.1-mini as found in public
 copies. 2.2's file was not found: its loop and routing are those that FLX-OSS/FluxServe describes
