@@ -15,7 +15,7 @@ from fnmatch import translate
 from typing import Any
 
 from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaTensors
-from vllm_diffusion.weights.tensor_rules import Shape, TensorRules, split_experts
+from vllm_diffusion.weights.checkpoint_tensors import CheckpointTensors, Shape, split_experts
 
 # A tensor's dtype, by safetensors' name, and its shape.
 Spec = tuple[str, Shape]
@@ -29,18 +29,18 @@ _NVFP4_NAMES = {
 
 
 def expected_specs(
-    shapes: dict[str, Shape], settings: dict[str, Any] | None, rules: TensorRules
+    shapes: dict[str, Shape], settings: dict[str, Any] | None, tensors: CheckpointTensors
 ) -> dict[str, Spec]:
     """Return dtype and shape of every tensor of a checkpoint, by canonical name.
 
     Args:
         shapes: Shapes without quantisation, of a quantised checkpoint with split experts.
         settings: Its quantization config, one of those in ``configs/``; ``None`` for BF16.
-        rules: Names of its tensors.
+        tensors: Names of its tensors.
     """
     specs = {name: ("BF16", shape) for name, shape in shapes.items()}
-    for name, shape in rules.linear_modules(shapes).items() if settings else ():
-        if is_quantized(rules.all_names(name), settings["ignore"]):
+    for name, shape in tensors.linear_modules(shapes).items() if settings else ():
+        if is_quantized(tensors.all_names(name), settings["ignore"]):
             del specs[f"{name}.weight"]
             specs |= quantized_tensors(name, shape, settings)
     return specs
@@ -108,8 +108,8 @@ def pass_bytes(
         denoises: Whether self-conditioning runs.
     """
     sizes = {"dense": 0, "experts": 0, "head": 0, "self_conditioning": 0}
-    rules = DiffusionGemmaTensors()
-    specs = expected_specs(split_experts(rules.shapes(config)), quantization, rules)
+    tensors = DiffusionGemmaTensors()
+    specs = expected_specs(split_experts(tensors.shapes(config)), quantization, tensors)
     for name, (dtype, shape) in specs.items():
         size = math.prod(shape) * _BYTES[dtype]
         if "embed_tokens" in name:

@@ -36,7 +36,7 @@ class Stages:
         stages.wrap(CanvasAttentionImpl, "forward", "our attention")
         stages.wrap(CanvasAttentionImpl, "do_kv_cache_update", "our attention")
         stages.wrap(type(runner.sampler), "__call__", "our sampler")
-        stages.wrap(runner.sampler.graphs.parts, "_canvas_step", "our step")
+        stages.wrap(runner.sampler.graphs.eager, "_canvas_step", "our step")
         return stages
 
     def wrap(self, owner: Any, name: str, stage: str) -> None:

@@ -116,7 +116,7 @@ def request_metrics(completion: Any) -> DiffusionRequestMetrics | None:
 
 
 @dataclass
-class PassTotals:
+class WayTotals:
     """Totals of the requests of one way since the last time they were sent."""
 
     encode_rows: int = 0
@@ -162,8 +162,8 @@ def _way(request: Request) -> int:
     return arguments_of(request.sampling_params).way
 
 
-class PassCounters:
-    """Counters on the scheduler's side."""
+class EngineCounts:
+    """Counts of passes, canvases and requests, in the scheduler's process."""
 
     def __init__(self, spec: CanvasSpec) -> None:
         """Start at zero.
@@ -176,8 +176,8 @@ class PassCounters:
         self._finished: list[CanvasTotals] = []
         self._open: dict[str, _OpenCanvas] = {}
 
-    def _zeros(self) -> list[PassTotals]:
-        return [PassTotals() for _ in self._spec.ways]
+    def _zeros(self) -> list[WayTotals]:
+        return [WayTotals() for _ in self._spec.ways]
 
     def observe(self, request: Request, rows: RowCounts, max_steps: int) -> None:
         """Count one request's part of one pass.
@@ -391,7 +391,7 @@ class DiffusionStatLogger(StatLoggerBase):
             self._kept.observe(stats)
         if not self._is_diffusion:
             return
-        names = [field.name for field in fields(PassTotals)]
+        names = [field.name for field in fields(WayTotals)]
         each = list(product(self._of_ways, names))
         if stats is None or len(stats.num_draft_tokens_per_pos) < len(each):
             return

@@ -32,7 +32,7 @@ def canvas_attention(
     out: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
-    """Paged attention of sequences whose head is causal and whose tail is a canvas: a plan that
+    """Paged attention of sequences that begin with causal rows and end with a canvas: a plan that
     runs at once.
 
     Of a sequence with L keys the last Q are queries: row r stands at position p = L - Q + r. With
@@ -92,14 +92,14 @@ def plan_canvas_attention(
     out: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Planned:
-    """Check once what the layers of a kind share in a step, and keep what it comes to.
+    """Check once what the layers of a kind share in a step, and keep the result.
 
-    Arguments are those of :func:`canvas_attention` for one layer. Nothing is computed on the device
-    and no memory of it is held but the tensors of the batch, whose values are read when a layer
-    runs: the plan may be older than a graph that is captured with it.
+    Arguments are those of :func:`canvas_attention` for one layer. Nothing is computed on the
+    device, and none of its memory is held except the tensors of the batch. Their values are read
+    when a layer runs: the plan may be older than a graph that is captured with it.
 
     Returns:
-        What runs each layer whose tensors have the shapes, dtypes and devices of these.
+        A plan that runs each layer with tensors of these shapes, dtypes and devices.
 
     Raises:
         ValueError: If shapes, dtypes, devices or options disagree.

@@ -154,8 +154,8 @@ def _hold(name: str, got: Tensor, same: Tensor, truth: Tensor) -> None:
     """Hold a statistic to four times the error of the reference."""
     assert got.isfinite().all(), f"{name}: non-finite values"
     error, theirs = ((each.double() - truth).abs().max().item() for each in (got, same))
-    # A capped logit is a difference of numbers near the cap, whose last bit a temperature
-    # magnifies; sums of sums round more often than one sum.
+    # A capped logit is a difference of numbers near the cap: a temperature magnifies their last
+    # bit. Sums of sums round more often than one sum.
     budget = 4 * (theirs + EPS * (max(1.0, truth.abs().max().item()) + 30.0))
     assert error <= budget, f"{name}: error {error:.2e} exceeds {budget:.2e}"
 

@@ -50,9 +50,9 @@ def test_tiny_pair(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_rules(tmp_path: Path) -> None:
+def test_ways(tmp_path: Path) -> None:
     """Drafting by ``linear_spec`` changes no token and takes fewer passes than the autoregressive
-    rule, and the server of each rule counts its own passes and verifications.
+    way, and the server of each way counts its own passes and verifications.
     """
     script = Path(sys.executable).with_name("vllm-diffusion")
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Adapters with the published ranks and modules fit the rules for the checkpoints they are for."""
+"""Adapters with the published ranks and modules fit the checkpoints that they are for."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.support.families.published import adapters, files_of, rules_of
+from tests.support.families.published import adapters, files_of, tensors_of
 from vllm_diffusion.families.nemotron.draft_lora import find_draft_lora
-from vllm_diffusion.weights.adapters.rules import (
+from vllm_diffusion.weights.adapters.support import (
     CONFIG,
     WEIGHTS,
-    AdapterRules,
+    AdapterSupport,
     Module,
     adapted_modules,
 )
@@ -30,8 +30,8 @@ def first_layer_of(adapter: dict[str, Any]) -> tuple[dict[str, Module], Any]:
     """Return the modules of a checkpoint of one layer of published width, and its configuration."""
     config = dict(files_of(adapter["base"]).config)
     config |= {name: 1 for name in ("num_hidden_layers", "n_layers") if name in config}
-    rules, made = rules_of(config)
-    return adapted_modules(rules, made), made
+    tensors, made = tensors_of(config)
+    return adapted_modules(tensors, made), made
 
 
 def written(adapter: dict[str, Any], folder: Path, modules: dict[str, Module]) -> Path:
@@ -64,9 +64,9 @@ def test_it_fits(adapter: dict[str, Any], tmp_path: Path) -> None:
     assert set(targets) <= {name.rpartition(".")[2] for name in modules}
     folder = written(adapter, tmp_path / "adapter", modules)
     rank = adapter["values"]["r"]
-    assert AdapterRules(modules, max_rank=rank).check(str(folder)) == folder
+    assert AdapterSupport(modules, max_rank=rank).check(str(folder)) == folder
     with pytest.raises(ValueError, match="max-lora-rank"):
-        AdapterRules(modules, max_rank=rank // 2).check(str(folder))
+        AdapterSupport(modules, max_rank=rank // 2).check(str(folder))
 
 
 def test_nemotron_drafts_with_it(tmp_path: Path) -> None:

@@ -200,14 +200,14 @@ def test_stop_token_within_the_language(engine, constraint, stop):
 def test_canvas_that_never_settles(engine, monkeypatch):
     """Passes without a settled position are bounded, and neighbors go on."""
     plain = constrained(engine, {})
-    never = ConstrainedCanvas.constraint
+    never = ConstrainedCanvas.allowed_tokens
 
-    def constraint(self, width, max_steps):
+    def allowed_tokens(self, width, max_steps):
         told = never(self, width, max_steps)
         self._pinned = []
         return type(told)((), told.frontier_mask, restart=False, num_valid=0)
 
-    monkeypatch.setattr(ConstrainedCanvas, "constraint", constraint)
+    monkeypatch.setattr(ConstrainedCanvas, "allowed_tokens", allowed_tokens)
     add(engine, "stuck", constrained(engine, {"regex": "[a-z]{40}"}))
     add(engine, "neighbour", plain)
     outputs, ended = drain(engine)

@@ -181,7 +181,7 @@ def test_canvas_attention_chunked_prefill(monkeypatch):
 
 @st.composite
 def canvas_batches(draw):
-    """Draw any batch that the rule supports, with its options."""
+    """Draw any batch that the mask supports, with its options."""
     block_size = draw(st.sampled_from([16, 32, 128]))
     num_kv_heads = draw(st.sampled_from([1, 2]))
     query_lens, seq_lens, causal_rows, spans = [], [], [], []

@@ -1,4 +1,4 @@
-"""The CuTe kernels compile for Hopper and Blackwell without a GPU, and trace the right rule.
+"""The CuTe kernels compile for Hopper and Blackwell without a GPU, and trace the right visibility.
 
 The CuTe DSL decides once per process which chip it compiles for, so each chip is checked by running
 this file. By hand it prints what the compiler reports:
@@ -38,7 +38,7 @@ STACK = {"sm_90a": 0, "sm_100a": 432}
 # What is added with splits, once a program, where a group's heads do not fill a tile evenly.
 SPLIT_STACK = 8
 
-# Of a traced rule with splits.
+# Of a traced sequence with splits.
 NUM_SPLITS = 3
 
 # What a kernel must not ask the classes that it extends.
@@ -133,7 +133,7 @@ def compile_case(capability: int, case: Case) -> dict:
     stock = importlib.import_module(f"attention_kernels.canvas_attention.cute.sm{capability}0")
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(cutlass.utils.SmemAllocator, "allocate", recorded))
-        # A warp that still asks stock's bookkeeping would follow another rule, or wait for ever.
+        # A warp that still asks stock's bookkeeping would visit other tiles, or wait for ever.
         for kind, names in STOCK_ANSWERS.items():
             for name in names:
                 asked = AssertionError(f"the kernel asks stock's {kind}.{name}")
@@ -157,7 +157,7 @@ def resources(cubin: bytes) -> dict:
     return {"registers": int(registers), "stack": int(stack)}
 
 
-class TracedRule:
+class TracedVisibility:
     """What a kernel traces to choose and mask its tiles, compiled for this machine instead.
 
     The instructions that the mask writes by hand, two shifts, are replaced by the same arithmetic.
@@ -295,12 +295,14 @@ class TracedRule:
         return by_head.all(1)
 
 
-def compare_rule(capability: int, case: Case) -> dict:
-    """Compare the traced rule with the reference on random sequences; return how many scores."""
+def compare_visibility(capability: int, case: Case) -> dict:
+    """Compare what traced rows see with the reference, on random sequences; return how many
+    scores.
+    """
     from attention_kernels.canvas_attention import Window
     from tests.support.oracles.kernel_checks import visibility_mask
 
-    rule, draw, scores = TracedRule(capability, case), random.Random(0), 0
+    visible, draw, scores = TracedVisibility(capability, case), random.Random(0), 0
     for _ in range(100 if case.split else 300):
         query_len = draw.randint(1, 200)
         # Long enough for each split to be live, or some.
@@ -308,12 +310,12 @@ def compare_rule(capability: int, case: Case) -> dict:
         causal_rows = draw.choice([0, query_len, draw.randint(0, query_len)])
         left, right = (
             draw.choice([0, 2**30, draw.randint(1, 300)]) if given else -1
-            for given in (rule.has_left, rule.has_right)
+            for given in (visible.has_left, visible.has_right)
         )
-        window = Window(left, right, "canvas" if rule.canvas_anchor else "query")
+        window = Window(left, right, "canvas" if visible.canvas_anchor else "query")
         expected = visibility_mask(query_len, seq_len, causal_rows, window)
         given = (query_len, seq_len, causal_rows, left, right)
-        assert torch.equal(rule.mask(*given), expected), given
+        assert torch.equal(visible.mask(*given), expected), given
         scores += expected.numel()
     return {**asdict(case), "scores": scores}
 
@@ -352,7 +354,7 @@ def test_cute_ahead_of_time_all(chip):
 
 
 def rule_cases(chip: str) -> list[Case]:
-    """Return every window, group and head size, and a rule in splits."""
+    """Return every window, group and head size, and a sequence in splits."""
     whole = [
         Case(head_dim, window, group)
         for head_dim in ((256, 512) if chip == "sm_90a" else (256,))
@@ -364,14 +366,14 @@ def rule_cases(chip: str) -> list[Case]:
 @pytest.mark.parametrize(
     ("chip", "cases"),
     [
-        # The rule with both anchors, one of them in splits.
+        # Both anchors, one of them in splits.
         ("sm_90a", [Case(256, "canvas", split=True), Case(512, "query", 3)]),
         *(pytest.param(chip, rule_cases(chip), marks=pytest.mark.slow) for chip in CHIPS),
     ],
 )
 def test_cute_traced_rule(chip, cases):
     """The tiles and masks that a chip's kernels trace amount to the reference mask, bit by bit."""
-    assert all(line["scores"] > 0 for line in reports(chip, "rule", cases))
+    assert all(line["scores"] > 0 for line in reports(chip, "visibility", cases))
 
 
 def main(chip: str, task: str = "compile", given: str = "") -> None:
@@ -383,7 +385,7 @@ def main(chip: str, task: str = "compile", given: str = "") -> None:
     if capability == 9:
         find_vllm_copy()
     for case in [Case(**case) for case in json.loads(given)] if given else all_cases(chip):
-        run = compare_rule if task == "rule" else compile_case
+        run = compare_visibility if task == "visibility" else compile_case
         print(json.dumps({"chip": chip, **run(capability, case)}), flush=True)
 
 

@@ -25,7 +25,7 @@ from attention_kernels.canvas_attention.cute import launch
 from attention_kernels.canvas_attention.cute.visibility import Visibility
 from attention_kernels.canvas_attention.splits import MIN_SPLIT_KEYS
 from attention_kernels.testing import make_canvas_batch
-from tests.kernels.test_cute_rule import CUTS, sequences
+from tests.kernels.test_cute_visibility import CUTS, sequences
 from tests.support.counters.triton_compile import empty
 from tests.support.oracles.canvas_attention import attend
 from tests.support.oracles.kernel_checks import visibility_mask
@@ -38,15 +38,15 @@ pytest.importorskip("triton")
 def test_visited_in_split(sequence, cut, num_splits):
     """The splits of a query tile have its key tiles in order, and surplus splits have none."""
     tile_m, _, group = cut
-    rule = sequence.rule()
-    live = rule.live_splits(num_splits)
+    visible = sequence.visibility()
+    live = visible.live_splits(num_splits)
     assert 1 <= live <= num_splits
     assert live == 1 or sequence.seq_len > (live - 1) * MIN_SPLIT_KEYS
     for tile in range(-(-sequence.query_len * group // tile_m)):
-        first, end = rule.visited(tile, *cut)
+        first, end = visible.visited(tile, *cut)
         found = []
         for split in range(num_splits):
-            start, stop = rule.visited_in_split(tile, *cut, split, num_splits)
+            start, stop = visible.visited_in_split(tile, *cut, split, num_splits)
             assert start >= stop or split < live
             found += range(start, stop)
         assert found == list(range(first, end))
@@ -77,7 +77,7 @@ def flash_attention_4(
     starts = query_start_loc.tolist()
     for seq, (seq_len, causal) in enumerate(sequences.T.tolist()):
         rows = range(starts[seq], starts[seq + 1])
-        rule = Visibility(
+        visible = Visibility(
             *(len(rows), seq_len, causal, window_left, window_right, kernel.canvas_anchor)
         )
         seen = visibility_mask(len(rows), seq_len, causal, Window(*windows, anchor))
@@ -91,8 +91,8 @@ def flash_attention_4(
                 head = kv_head * kernel.group + in_group
                 scores = keys[:, kv_head] @ query[rows[row], head].double() * scale
                 scores = scores.masked_fill(~seen[row], float("-inf"))
-                for split in range(rule.live_splits(num_splits)):
-                    first, end = rule.visited_in_split(
+                for split in range(visible.live_splits(num_splits)):
+                    first, end = visible.visited_in_split(
                         *(pair // tile_m, tile_m, tile_n, kernel.group), split, num_splits
                     )
                     some = slice(first * tile_n, max(first, end) * tile_n)

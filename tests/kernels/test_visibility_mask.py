@@ -1,4 +1,4 @@
-"""Tests of the attention rule against the figures of the vLLM post, key by key."""
+"""Tests of the attention mask against the figures of the vLLM post, key by key."""
 
 import pytest
 import torch

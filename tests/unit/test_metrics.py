@@ -21,9 +21,9 @@ from vllm_diffusion.metrics import (
     CanvasTotals,
     DiffusionRequestMetrics,
     DiffusionStatLogger,
-    PassCounters,
-    PassTotals,
+    EngineCounts,
     RowCounts,
+    WayTotals,
     instruments,
     metrics_of_passes,
 )
@@ -52,24 +52,24 @@ def request(request_id: str = "a", way: str = "entropy_bound") -> Any:
     return SimpleNamespace(request_id=request_id, sampling_params=params)
 
 
-def numbers(counters: PassCounters) -> list[int]:
+def numbers(counters: EngineCounts) -> list[int]:
     stats = counters.attach(None, 32)
     return [] if stats is None else stats.num_draft_tokens_per_pos
 
 
 def test_canvases_and_kinds() -> None:
     """A canvas is counted with its passes when it is emitted, and each pass has one kind."""
-    counters = PassCounters(spec_of())
+    counters = EngineCounts(spec_of())
     for rows in (PROMPT, STEP, STEP, LAST, FUSED, LAST):
         counters.observe(request(), rows, 3)
-    totals, canvases = numbers(counters)[:12], numbers(PassCounters(spec_of()))
+    totals, canvases = numbers(counters)[:12], numbers(EngineCounts(spec_of()))
     assert canvases == []
     assert totals == [72, 160, 160, 5, 2, 64, 0, 0, 1, 1, 4, 1]
 
 
 def test_steps_tokens_and_time_of_a_canvas() -> None:
     """A preempted canvas counts steps and time from its new start only."""
-    counters = PassCounters(spec_of())
+    counters = EngineCounts(spec_of())
     for rows in (PROMPT, STEP, STEP):
         counters.observe(request(), rows, 16)
     counters.forget("a")
@@ -100,7 +100,7 @@ def test_kept_tokens_of_canvases(verifies: bool) -> None:
     spec = config.model_config.diffusion.spec
     replan(config, spec=replace(spec, ways=(replace(spec.ways[0], layout=layout),)))
     stat_logger = DiffusionStatLogger(config)
-    counters = PassCounters(config.model_config.diffusion.spec)
+    counters = EngineCounts(config.model_config.diffusion.spec)
     for kept in (3, 1, 2):
         counters.observe(request(), RowCounts(0, 8, 8, 0), 1)
         counters.observe(request(), RowCounts(8, 0, 8, kept), 1)
@@ -119,7 +119,7 @@ def test_kept_tokens_of_canvases(verifies: bool) -> None:
 def test_ways_are_counted_apart() -> None:
     """If requests choose a way, numbers have its label, and only drafts count verifications."""
     config = vllm_config(served_model_name="ways", additional_config={"diffusion": {"rules": WAYS}})
-    counters = PassCounters(config.model_config.diffusion.spec)
+    counters = EngineCounts(config.model_config.diffusion.spec)
     for rows in (PROMPT, STEP, LAST):
         counters.observe(request("a"), rows, 16)
     for rows in (RowCounts(5, 16, 17, 0), RowCounts(16, 0, 16, 3)):
@@ -152,7 +152,7 @@ def test_drafts_of_other_models() -> None:
     config = vllm_config(shipped_checkpoint("qwen3"), served_model_name="other")
     stats = SpecDecodingStats.new(15)
     stats.observe_draft(num_draft_tokens=15, num_accepted_tokens=3)
-    assert len(stats.num_draft_tokens_per_pos) > len(fields(PassTotals))
+    assert len(stats.num_draft_tokens_per_pos) > len(fields(WayTotals))
     DiffusionStatLogger(config).record(SchedulerStats(spec_decoding_stats=stats), None)
     labels = {
         sample.labels.get("model_name")

@@ -159,7 +159,7 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
 
 
 def _causal_rows_of_flags(common: CommonAttentionMetadata) -> Tensor:
-    """[num_reqs], int32: all rows of a request whose flag is set, or none."""
+    """[num_reqs], int32: causal rows by the engine's flags: all of a request's rows, or none."""
     query_lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
     if isinstance(common.causal, Tensor):
         # The rows past the last request are padding of the engine's buffer.

@@ -31,7 +31,7 @@ class AttentionVariants(VllmJitKernel[Any]):
         plan = plan_of(config)
         has_images = config.model_config.is_mm_prefix_lm
         spans = span_variants(plan.spec is not None and plan.spec.layout.has_spans, has_images)
-        # vLLM's own classes say one flag a sequence, whose window follows the row.
+        # vLLM's own classes have one flag a sequence, and a window that follows the row.
         anchor = "query" if plan.spec is None else plan.settings.window_anchor
         layer.impl.warm_up(layer, anchor, spans, config.model_config.dtype)
 

@@ -1,6 +1,6 @@
 """Messages about canvases between worker, scheduler and API process.
 
-The scheduler sends a worker :class:`CanvasConstraints` with a pass, and the worker answers with a
+The scheduler sends a worker :class:`CanvasGrammarOutput` with a pass, and the worker answers with a
 row for each canvas that somebody watches (:class:`CanvasView`). A :class:`RequestReport` travels on
 to the API process: vLLM's output of a request has one field for arrays that ride along with a pass
 (``routed_experts``, which no diffusion model is started with), and a report is in it as bytes.
@@ -20,8 +20,8 @@ from vllm_diffusion.canvas.step import StepOutput
 
 
 @dataclass(frozen=True)
-class CanvasConstraint:
-    """The constraint of one request's canvas in one pass.
+class AllowedTokens:
+    """Tokens that one pass may draw in a constrained canvas.
 
     Positions are counted from the first that is not a known token.
 
@@ -44,10 +44,10 @@ class CanvasConstraint:
 
 
 @dataclass
-class CanvasConstraints(GrammarOutput):
-    """vLLM's message from the scheduler to the sampler, with a constraint for each request."""
+class CanvasGrammarOutput(GrammarOutput):
+    """vLLM's message from the scheduler to the sampler, with what each canvas may draw."""
 
-    constraints: list[CanvasConstraint] = field(default_factory=list)
+    allowed: list[AllowedTokens] = field(default_factory=list)
 
 
 _NUMBERS = 7

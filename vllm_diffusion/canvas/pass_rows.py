@@ -24,14 +24,14 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_diffusion.canvas.compiled import compiled
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
-from vllm_diffusion.canvas.step import SlotPass, StepOutput
-from vllm_diffusion.decoding.layouts import SeedRows
+from vllm_diffusion.canvas.step import SlotInputs, StepOutput
+from vllm_diffusion.decoding.layouts import FirstRows
 
 Table = TypeVar("Table", bound="tuple[Any, ...]")
 
 
 def rows_of(table: Table, rows: slice | Tensor | tuple[Tensor, ...]) -> Table:
-    """Select rows of all tensors of a named tuple, whose other fields stay.
+    """Select rows of all tensors of a named tuple; its other fields stay.
 
     Args:
         table: Named tuple of tensors with an entry for each row.
@@ -55,12 +55,12 @@ class _Numbers(NamedTuple):
             preempted.
         is_encoding: [R + 1], whether its other rows are tokens of a finished canvas.
         num_rows: [R + 1], canvas rows of each slot.
-        num_valid: [R + 1], of slots, as in :class:`SlotPass`. This and the next two start at their
-            values without a constraint; the sampler overwrites them.
+        num_valid: [R + 1], of slots, as in :class:`SlotInputs`. This and the next two start at
+            their values without a constraint; the sampler overwrites them.
         free_from: [R + 1].
         free_to: [R + 1].
-        seeding: [R + 1], of which the first R bytes are bool: slots of which one row is sampled
-            that gives their canvas's first token.
+        last_known: [R + 1], of which the first R bytes are bool: slots of which the row of the last
+            known token is sampled, which draws their canvas's first token.
     """
 
     slot: Any
@@ -73,19 +73,18 @@ class _Numbers(NamedTuple):
     num_valid: Any
     free_from: Any
     free_to: Any
-    seeding: Any
+    last_known: Any
 
 
 def _last_at(starts: Tensor, row: Tensor) -> Tensor:
     """[N], int64: for each row the last of ``starts`` that is not after it.
 
-    All of ``starts`` is searched, whose first is 0, and no part of it: PyTorch 2.11 compiles a
-    search in a slice for a GPU as one in the whole tensor, so that every row had the next request's
-    tokens.
+    Search all of ``starts``, never a slice: for a GPU, PyTorch 2.11 compiles a search in a slice as
+    one in the whole tensor, and every row then gets the next request's tokens.
 
     Args:
-        starts: [R + 1], ascending.
-        row: [N], of which none is negative.
+        starts: [R + 1], ascending from 0.
+        row: [N], none of them negative.
     """
     return torch.searchsorted(starts, row, right=True) - 1
 
@@ -113,12 +112,12 @@ class BatchRequests(NamedTuple):
         slots: [num_reqs], int64.
         starts: [num_reqs + 1], int64: the first row of each request among those sampled, and after
             the last one the number of rows.
-        seeding: [num_reqs], bool: requests of which one row is sampled that is not a canvas's.
+        last_known: [num_reqs], bool: requests of which the row of the last known token is sampled.
     """
 
     slots: np.ndarray
     starts: np.ndarray
-    seeding: np.ndarray
+    last_known: np.ndarray
 
     @staticmethod
     def none() -> BatchRequests:
@@ -150,9 +149,9 @@ class BatchRequests(NamedTuple):
 class PassRows:
     """Rows of the pass that :meth:`lay_out` was last called for.
 
-    Sampled are canvas rows, or those among them that the layout chooses, and, for a model whose
-    canvases begin with a token that known ones give (``CanvasLayout.is_seeded``), the last row of
-    each request whose known tokens end in the pass: to the sampler that is a canvas of one row.
+    Sampled are canvas rows, or those among them that the layout chooses. Where the encoding pass
+    draws the first token of a canvas (``CanvasLayout.draws_first_token``), the row of a request's
+    last known token is sampled too: to the sampler that is a canvas of one row.
 
     Attributes:
         slots: The canvases.
@@ -166,8 +165,8 @@ class PassRows:
         slot: [N], int64: its slot.
         position: [N], int64: its position in its canvas.
         offset: [N], int64: rows from the first of its request to it.
-        of_slots: The decision's inputs, as if there were no constraints; the sampler fills in
-            seeds.
+        of_slots: The decision's inputs, as if there were no constraints; the sampler fills in the
+            requests' seeds.
         requests: Requests of the pass, on the host.
         compile_backend: Backend of ``torch.compile`` for the small functions of a pass; ``None``
             runs them eagerly.
@@ -202,11 +201,11 @@ class PassRows:
         self.hidden_index = integers(N) if slots.spec.layout.predicts_next else self.index
         numbers = self._numbers
         # What needs no arithmetic is read where it was copied to.
-        self.of_slots = SlotPass(
+        self.of_slots = SlotInputs(
             num_rows=numbers.num_rows[:R],
             seed=integers(R),
             greedy=integers(R, torch.bool),
-            seeding=numbers.seeding.view(torch.bool)[:R],
+            last_known=numbers.last_known.view(torch.bool)[:R],
             num_valid=numbers.num_valid[:R],
             free_from=numbers.free_from[:R],
             free_to=numbers.free_to[:R],
@@ -242,13 +241,13 @@ class PassRows:
         ) & (num_canvas == 0)
         # A finished canvas that the token budget cuts counts with each of its parts: the last one's
         # row is read before a canvas is.
-        seeding = is_over & self.slots.is_seeded[slots]
+        last_known = is_over & self.slots.draws_first_token[slots]
         num_answer = np.maximum(num_canvas - self.slots.num_after[slots], 0)
         num_sampled = self.slots.spec.layout.num_sampled(
             num_answer, input_batch.prefill_len_np[:n], self.slots.block_length[slots]
         )
-        starts = np.concatenate([[0], np.cumsum(num_sampled + seeding)])
-        self.requests = BatchRequests(slots, starts, seeding)
+        starts = np.concatenate([[0], np.cumsum(num_sampled + last_known)])
+        self.requests = BatchRequests(slots, starts, last_known)
 
         held = np.zeros((len(_Numbers._fields), num_slots + 1), dtype=np.int32)
         numbers = _Numbers(*held)
@@ -261,7 +260,7 @@ class PassRows:
         numbers.num_known[:n] = input_batch.prefill_len_np[:n]
         numbers.is_encoding[:n] = ~input_batch.is_prefilling_np[:n]
         numbers.num_rows[slots] = num_answer
-        numbers.seeding.view(np.bool_)[slots] = seeding
+        numbers.last_known.view(np.bool_)[slots] = last_known
         numbers.num_valid.fill(-1)
         async_tensor_h2d(held, out=self._held)
         rows = slice(self._most or self.num_rows)
@@ -320,7 +319,8 @@ class PassRows:
         request = _last_at(numbers.row_start, row).clamp(max=R - 1)
         slot.copy_(torch.where(is_row, numbers.slot[request], 0))
         within = row - numbers.row_start[request] + layout.first_sampled(slots.num_given[slot])
-        # The rows of a canvas are the last ones of their request; a row that seeds one is the last.
+        # The rows of a canvas are the last ones of their request, and so is the row of the last
+        # known token.
         start, end = numbers.query_start[request], numbers.query_start[request + 1]
         num_canvas = numbers.num_canvas[request].clamp(min=1)
         # The host counts rows of a block that the device may have emitted since.
@@ -330,8 +330,8 @@ class PassRows:
         position.copy_(torch.where(is_row, within, 0))
         offset.copy_(torch.where(is_row, at - start, 0))
         if layout.predicts_next:
-            seeds = SeedRows(lambda: is_committed(slot), lambda: self.of_slots.seeding[slot])
-            shift = layout.shift(within, seeds)
+            first = FirstRows(lambda: is_committed(slot), lambda: self.of_slots.last_known[slot])
+            shift = layout.shift(within, first)
             hidden_index.copy_(torch.where(is_row, at + shift - 1, 0))
 
     def fill_ids(

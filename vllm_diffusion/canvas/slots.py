@@ -1,8 +1,8 @@
 """Per-request tensors of a block-diffusion model, one row per slot, at addresses that never change.
 
 R is the number of slots (``max_num_seqs``), C the canvas length. The host stages what a new
-request brings and :meth:`CanvasSlots.apply_staged_writes` copies it once per step, and begins its
-first canvas, whose first step may come with the end of the prompt; the rest is written by the
+request brings. :meth:`CanvasSlots.apply_staged_writes` copies it once per step and begins the first
+canvas at once, since its first step may come with the end of the prompt. The rest is written by the
 compiled step of the sampler.
 """
 
@@ -199,7 +199,7 @@ class CanvasSlots:
         way: The way of each slot's request.
         block_length: [R], int64, on the host: positions of each canvas that are denoised at a time.
         num_after: [R], int64, on the host: positions of a canvas after the answer.
-        is_seeded: [R], bool, on the host: canvases begin with a token that the encoding pass draws.
+        draws_first_token: [R], bool, on the host: ``CanvasLayout.draws_first_token`` by slot.
         features: Features that slots use, on the host.
         predictions: Texts that answers are expected to resemble.
     """
@@ -241,7 +241,7 @@ class CanvasSlots:
         self.way = WayOfSlots(spec.ways, R, device)
         self.block_length = np.full(R, C, dtype=np.int64)
         self.num_after = np.zeros(R, dtype=np.int64)
-        self.is_seeded = np.full(R, spec.layout.is_seeded)
+        self.draws_first_token = np.full(R, spec.layout.draws_first_token)
         self.features = SlotFeatures()
         self.predictions = Predictions(R, device)
         self._staged: dict[int, NewRequest] = {}
@@ -262,10 +262,10 @@ class CanvasSlots:
         return self.phase.device
 
     @property
-    def seeds_next(self) -> Tensor:
+    def draws_next_first(self) -> Tensor:
         """[R], bool: canvases in their commit, of which a row draws the next one's first token."""
         is_committed = self.phase == int(Phase.COMMITTING)
-        return holding(self.way.fact(lambda way: way.layout.is_seeded), is_committed)
+        return holding(self.way.fact(lambda way: way.layout.draws_first_token), is_committed)
 
     @property
     def first_phase(self) -> Tensor:
@@ -282,7 +282,7 @@ class CanvasSlots:
         """Stage a new owner of ``slot``; every tensor's row is rewritten."""
         self._staged[slot] = request
         self.block_length[slot] = self.spec.block_length(request.arguments.settings)
-        self.is_seeded[slot] = self.way_of(request).layout.is_seeded
+        self.draws_first_token[slot] = self.way_of(request).layout.draws_first_token
         self.num_after[slot] = self.spec.layout.num_after(len(request.arguments.suffix))
         self.features.add_request(slot, request)
 

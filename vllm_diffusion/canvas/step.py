@@ -33,15 +33,15 @@ from vllm_diffusion.decoding.ways import Way
 _DENOISING, _COMMITTING = int(Phase.DENOISING), int(Phase.COMMITTING)
 
 
-class SlotPass(NamedTuple):
-    """Inputs of the decision that are particular to a pass.
+class SlotInputs(NamedTuple):
+    """Inputs of the decision by slot, besides statistics, that are particular to a pass.
 
     Attributes:
         num_rows: [R], int32, canvas rows of each slot; 0 for a slot that had none.
         seed: [R], int64, each request's seed.
         greedy: [R], bool, requests whose temperature is 0.
-        seeding: [R], bool, slots whose statistics at position 0 are of the last known token's row,
-            which draws the canvas's first token.
+        last_known: [R], bool, slots whose statistics at position 0 are of the last known token's
+            row, which draws the canvas's first token.
         num_valid: [R], int32, leading positions that a constrained canvas must repeat in its last
             step; 0 where no step may be the last yet, -1 without a constraint.
         free_from: [R], int32, first position that becomes noise whatever the rule decides.
@@ -51,7 +51,7 @@ class SlotPass(NamedTuple):
     num_rows: Tensor
     seed: Tensor
     greedy: Tensor
-    seeding: Tensor
+    last_known: Tensor
     num_valid: Tensor
     free_from: Tensor
     free_to: Tensor
@@ -127,32 +127,32 @@ class CanvasStep:
         self._spec = slots.spec
         self._converge_at_end = converge_at_end
         self._commits = commits
-        self._run: Callable[[PositionStatistics, SlotPass], StepOutput] = compiled(
+        self._run: Callable[[PositionStatistics, SlotInputs], StepOutput] = compiled(
             self._advance, compile_backend
         )
 
-    def __call__(self, statistics: PositionStatistics, slot_pass: SlotPass) -> StepOutput:
+    def __call__(self, statistics: PositionStatistics, by_slot: SlotInputs) -> StepOutput:
         """Update the state by a pass.
 
         Args:
             statistics: Of the rows that ran.
-            slot_pass: Which they were.
+            by_slot: Which they were.
         """
-        return self._run(statistics, slot_pass)
+        return self._run(statistics, by_slot)
 
-    def _advance(self, statistics: PositionStatistics, slot_pass: SlotPass) -> StepOutput:
+    def _advance(self, statistics: PositionStatistics, by_slot: SlotInputs) -> StepOutput:
         slots = self._slots
         # Without a row after its given positions a canvas waits: an asynchronous pass may be of the
         # rows before a block was emitted, or after the last one.
-        has_rows = slot_pass.num_rows > slots.num_given
+        has_rows = by_slot.num_rows > slots.num_given
         denoised = has_rows & (slots.phase == _DENOISING)
         committed = has_rows & (slots.phase == _COMMITTING)
-        seeds_next = has_rows & slots.seeds_next
+        draws_next_first = has_rows & slots.draws_next_first
         position = torch.arange(slots.canvas_length, device=has_rows.device)[None, :]
 
-        decision = self._decide(statistics, slot_pass, position)
+        decision = self._decide(statistics, by_slot, position)
         # A constraint, if any, lets the step be the last.
-        num_valid = slot_pass.num_valid
+        num_valid = by_slot.num_valid
         repeats = decision.result == slots.previous_result
         repeats = (repeats | (position >= num_valid[:, None])).all(dim=-1)
         done = denoised & ((num_valid < 0) | ((num_valid > 0) & repeats))
@@ -161,7 +161,7 @@ class CanvasStep:
         layout = self._spec.layout
         num_final = decision.num_final
         if num_final is None:
-            of_pass = slots.canvas, statistics.candidate, slot_pass.num_rows
+            of_pass = slots.canvas, statistics.candidate, by_slot.num_rows
             num_final = slots.way.choose(
                 lambda way: way.layout, lambda layout: layout.num_final(*of_pass)
             )
@@ -172,7 +172,7 @@ class CanvasStep:
         written = decided & ~slots.pinned
         decided_step = torch.where(written, step[:, None], slots.decided_step)
         # Positions that are not noise in the next step.
-        freed = (position >= slot_pass.free_from[:, None]) & (position < slot_pass.free_to[:, None])
+        freed = (position >= by_slot.free_from[:, None]) & (position < by_slot.free_to[:, None])
         kept = decision.keep & ~freed
         output = StepOutput(
             tokens=layout.emitted(result, slots.num_given),
@@ -188,16 +188,16 @@ class CanvasStep:
             num_final=decision.num_final,
         )
 
-        canvas = self._next_input(decision, kept, slot_pass, position)
+        canvas = self._next_input(decision, kept, by_slot, position)
         canvas = torch.where(done[:, None], result, canvas)
         canvas = torch.where(denoised[:, None], canvas, slots.canvas)
         phase = torch.where(done, _COMMITTING, slots.phase)
         self._write(canvas, phase, output, emitted, decision)
-        self._begin(emitted, statistics, slot_pass, seeds_next, num_final, position)
+        self._begin(emitted, statistics, by_slot, draws_next_first, num_final, position)
         return output
 
     def _decide(
-        self, statistics: PositionStatistics, slot_pass: SlotPass, position: Tensor
+        self, statistics: PositionStatistics, by_slot: SlotInputs, position: Tensor
     ) -> StepDecision:
         """Ask the rules."""
         slots = self._slots
@@ -210,14 +210,14 @@ class CanvasStep:
                 argmax=torch.where(fixed, slots.canvas, statistics.argmax)
             ),
             previous_result=slots.previous_result,
-            valid=position < slot_pass.num_rows[:, None],
+            valid=position < by_slot.num_rows[:, None],
             fixed=fixed,
             known=known,
             end_tokens=slots.requested.end_tokens,
             step=slots.step,
             max_steps=slots.requested.max_steps,
-            uniform=self._uniform(slot_pass.seed),
-            greedy=slot_pass.greedy,
+            uniform=self._uniform(by_slot.seed),
+            greedy=by_slot.greedy,
         )
         return slots.way.choose(lambda way: way.rule, partial(self._decide_by, inputs))
 
@@ -266,14 +266,14 @@ class CanvasStep:
         return torch.where(commits, emitted, done), finished & commits
 
     def _next_input(
-        self, decision: StepDecision, kept: Tensor, slot_pass: SlotPass, position: Tensor
+        self, decision: StepDecision, kept: Tensor, by_slot: SlotInputs, position: Tensor
     ) -> Tensor:
         """[R, C]: what the next step of a canvas that is not done starts from."""
         slots = self._slots
         canvas = torch.where(
             kept,
             decision.tokens,
-            slots.noise(slot_pass.seed, slots.canvas_idx, slots.step, Purpose.RENOISE),
+            slots.noise(by_slot.seed, slots.canvas_idx, slots.step, Purpose.RENOISE),
         )
         canvas = torch.where(slots.pinned, slots.requested.seed_canvas, canvas)
         return torch.where(position < slots.num_given[:, None], slots.canvas, canvas)
@@ -305,14 +305,14 @@ class CanvasStep:
         self,
         begins: Tensor,
         statistics: PositionStatistics,
-        slot_pass: SlotPass,
-        seeds_next: Tensor,
+        by_slot: SlotInputs,
+        draws_next_first: Tensor,
         num_final: Tensor,
         position: Tensor,
     ) -> None:
         """Fill canvases that begin after another one, and put first tokens that were drawn now."""
         slots, layout = self._slots, self._spec.layout
-        seed, first_step = slot_pass.seed, torch.zeros_like(slots.step)
+        seed, first_step = by_slot.seed, torch.zeros_like(slots.step)
         initial = slots.noise(seed, slots.canvas_idx, first_step, Purpose.INITIAL)
         num_given = torch.zeros_like(slots.num_given)
         if layout.keeps_emitted:
@@ -320,16 +320,16 @@ class CanvasStep:
             initial = torch.where(slots.pinned, slots.requested.seed_canvas, initial)
             num_given = num_final
         canvas = torch.where(begins[:, None], initial, slots.canvas)
-        if any(way.layout.is_seeded for way in self._spec.ways):
-            seed_position = slots.way.choose(
-                lambda way: way.layout, lambda layout: layout.seed_position(num_final)
+        if any(way.layout.draws_first_token for way in self._spec.ways):
+            predicting_position = slots.way.choose(
+                lambda way: way.layout, lambda layout: layout.predicting_position(num_final)
             )
-            drawn_by = torch.where(seeds_next, seed_position, 0).long()[:, None]
+            drawn_by = torch.where(draws_next_first, predicting_position, 0).long()[:, None]
             token = statistics.candidate.gather(-1, drawn_by)
             # A token that is pinned in the first canvas stands there from its first step on.
-            is_seed = seeds_next[:, None] | (slot_pass.seeding[:, None] & ~slots.pinned)
-            is_seed = is_seed & (position == 0)
-            canvas = torch.where(is_seed, token, canvas)
+            is_first = draws_next_first[:, None] | (by_slot.last_known[:, None] & ~slots.pinned)
+            is_first = is_first & (position == 0)
+            canvas = torch.where(is_first, token, canvas)
         slots.canvas.copy_(canvas)
         slots.num_given.copy_(torch.where(begins, num_given, slots.num_given))
         if not layout.keeps_emitted:

@@ -248,7 +248,7 @@ class Conversation:
         return f"{name}: {printable(json.dumps(read) if name == 'schema' else str(read))}"
 
     def _try(self, settings: Settings) -> None:
-        """Have the server take settings, in a request for one token, whose answer is dropped.
+        """Have the server check settings, in a request for one token; its answer is dropped.
 
         Which presets a model has, and how many steps, only its server knows.
 

@@ -117,7 +117,7 @@ START_SECONDS = 900.0
 
 
 def begin_serving() -> None:
-    """Prepare a command whose servers are this package's: signals that end it end its servers too.
+    """Prepare a command that starts servers: signals that end it end its servers too.
 
     Raises:
         CommandError: If this package is turned off, so that stock vLLM would serve.

@@ -1,5 +1,4 @@
-"""Questions to the shipped checkpoint, served with the default options, whose answers a CPU has
-given too.
+"""Comparison of the shipped checkpoint's answers, served with the default options, with a CPU's.
 
 Kernels that are right one by one do not show that compiled functions and captured graphs are.
 """

@@ -153,7 +153,7 @@ def _other_attention(results: Sequence[tuple[KernelCase, Outcome]]) -> str:
 
 
 def attention_option(impl: str) -> str:
-    """Return the option of a server whose attention is an implementation's."""
+    """Return the option with which a server uses this implementation of attention."""
     return f"""--additional-config '{{"diffusion": {{"attention": "{impl}"}}}}'"""
 
 
@@ -169,7 +169,7 @@ def lines(results: list[tuple[KernelCase, Outcome]]) -> str:
         difference = "" if outcome.difference is None else f"{outcome.difference:.1e}"
         time = "" if outcome.microseconds is None else f"{outcome.microseconds:.1f}"
         rows.append((case.name, outcome.state, difference, time))
-    # After the table, whose columns they would widen.
+    # After the table: within it they would widen its columns.
     reasons = [f"{case.name}: {outcome.why}" for case, outcome in results if outcome.why]
     return "\n  ".join([table(rows, indent="  "), *reasons])
 

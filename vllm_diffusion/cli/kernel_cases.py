@@ -122,9 +122,7 @@ class Served:
                 yield KernelCase(kernel, "", impl, (replace(shape, adjusted=True), shape))
 
     def serves(self, case: KernelCase) -> bool:
-        """Return true for a case whose implementation serves here by default or as the settings ask
-        for.
-        """
+        """Return true if a case's implementation serves here, by default or by the settings."""
         if case.kernel != "attention":
             return case.impl in ("PyTorch", "triton")
         return case.impl == ("triton" if self.attention == "auto" else self.attention)

@@ -27,10 +27,10 @@ class Levenshtein(RevealAndEdit):
       step, as is the last that the step cap allows: it reveals every mask, and writes the likeliest
       token that neither deletes nor splits. With ``max_post_steps`` 0 the final step is the one
       that reveals the last of the first masks.
-    - A step whose tokens, before they move anything, are those of an earlier step of this canvas,
-      gives the least confident position that it changes the likeliest other token, up to
-      ``MAX_ESCAPES`` times; the leftmost of equals. Earlier steps are remembered by 64 bits of
-      each.
+    - If a step's tokens, before they move anything, are those of an earlier step of this canvas,
+      then the least confident position that it changes takes its likeliest other token, the
+      leftmost of equals, up to ``MAX_ESCAPES`` times in a step; without it, steps could repeat each
+      other in a circle up to the step cap. An earlier step is remembered as 64 bits.
     - The canvas is done with a step that leaves no mask and repeats the one before it, or with the
       final one.
 
@@ -248,7 +248,8 @@ def _fingerprint(tokens: Tensor) -> Tensor:
     position = torch.arange(tokens.shape[-1], device=tokens.device)
     mixed = tokens + (position + 1) * 2**24
     for factor in (-4658895280553007687, -7723592293110705685):
-        # The factors stay away from positions alone, whose arithmetic TorchInductor does by itself.
+        # Multiply only what depends on tokens: TorchInductor does arithmetic of positions alone by
+        # itself.
         mixed = mixed * factor
         mixed = mixed ^ (mixed >> 31)
     return mixed.sum(dim=-1)

@@ -51,7 +51,7 @@ class PassOrder:
         """
         needs_commit = is_async and not way.layout.recomputes
         commits = needs_commit or way.rule.can_finish_kv or way.layout.verifies
-        shares = own_attention and not way.layout.is_seeded
+        shares = own_attention and not way.layout.draws_first_token
         return cls(
             commits=commits,
             commit_encodes=commits and not way.rule.can_finish_kv,

@@ -69,15 +69,15 @@ class Reveal(DecodingRule):
     - ``static``: the n[s] most probable.
     - ``sequential``: the n[s] leftmost.
     - ``entropy``: the n[s] of least entropy.
-    - ``entropy_budget``: of the masks by ascending entropy the longest prefix whose sum, less its
-      largest entropy, is at most ``entropy_budget``, and no fewer than n[s].
+    - ``entropy_budget``: masks by ascending entropy, as many as sum up to at most
+      ``entropy_budget`` without the last, and no fewer than n[s].
 
     The canvas is done when nothing is masked; at the step cap the remaining masks take their drawn
     tokens. Among equals the leftmost comes first.
 
     Source: ``block_diffusion_generate`` of JetAstra/SDAR, ``generate.py`` at c2041a8; threshold and
-    at least one a step: Fast-dLLM, arXiv:2505.22618, section 3.3; the budget: arXiv:2505.24857,
-    whose gamma it is. Deviations of a family are stated in its start-up checks.
+    at least one a step: Fast-dLLM, arXiv:2505.22618, section 3.3; the budget is the gamma of
+    arXiv:2505.24857. Deviations of a family are stated in its start-up checks.
 
     Attributes:
         mask_token_id: Token of positions that are not revealed.

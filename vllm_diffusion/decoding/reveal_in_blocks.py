@@ -111,7 +111,7 @@ class RevealEndsLast(RevealInBlocks):
         assert predicted.named is not None
         assert inputs.greedy is not None
         named = torch.tensor(self.named_tokens, device=inputs.canvas.device)
-        # [R, 2]: whose probabilities the confidences are without.
+        # [R, 2]: named tokens that are left out of the distribution before confidences are taken.
         held_back = torch.stack([inputs.greedy, torch.ones_like(inputs.greedy)], dim=-1)
         held_back = held_back & (settings["confidence_eos_eot_inf"] > 0)[:, None]
         rest = 1 - torch.where(held_back[:, None], predicted.named, 0.0).sum(dim=-1)

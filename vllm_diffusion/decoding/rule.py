@@ -54,7 +54,7 @@ class Setting:
         return self.low <= number <= self.high
 
     @property
-    def rule(self) -> str:
+    def requirement(self) -> str:
         """End of the message about a number that is not allowed, after its name."""
         noun = "an integer" if self.kind is int else "a number"
         return f"must be {noun} of at least {self.low:.10g} and at most {self.high:.10g}"
@@ -109,7 +109,7 @@ class Choice:
         return {"words": self.words}
 
     @property
-    def rule(self) -> str:
+    def requirement(self) -> str:
         """End of the message about a word that is not allowed, after its name."""
         return f"must be one of {', '.join(self.words)}"
 

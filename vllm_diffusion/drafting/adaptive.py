@@ -1,11 +1,10 @@
 """Choice of the number of drafted tokens for each step, from measured acceptance and step times.
 
-Drafting pays where a verification gives more tokens a second than a step without one. Both sides of
-that move: acceptance with the text, seconds with the number of requests and their length. So both
-are measured, by level (how many tokens are drafted) and by load, and the level is chosen whose
-tokens a second are the highest; another one must be better by :data:`MARGIN`. Without drafts
-nothing is learnt of acceptance, so from time to time a level is probed, for no more than
-:data:`PROBING` of all seconds.
+Drafting pays where a verification gives more tokens a second than a step without one. Both sides
+change: acceptance with the text, seconds with the number of requests and their length. So both are
+measured, by level (how many tokens are drafted) and by load, and the level with the most tokens a
+second is chosen; another one must be better by :data:`MARGIN`. Without drafts nothing is learnt of
+acceptance, so from time to time a level is probed, for no more than :data:`PROBING` of all seconds.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ HALF_LIFE = 8.0
 # Drafts of a request that weigh as much as what is believed before it has any; of the first ones,
 # too.
 BELIEF = 4.0
-# Steps at one level and load whose quickest is its cost: a start, a pause, and whatever else a
-# machine is busy with only make steps longer.
+# Steps at one level and load, of which the quickest is its cost: a start, a pause, and whatever
+# else a machine is busy with only make steps longer, and a mean would count them.
 NUM_COSTS = 5
 # Steps of a probe: the first one only drafts what the second one verifies, in addition to what it
 # drafts.

@@ -274,8 +274,8 @@ def check_fit(
         num_layers: Number of layers of the target.
         by_stock: True if vLLM's own class serves the draft. It supports drafts that propose from a
             part of the vocabulary, that are narrower or wider than their target, that read its last
-            layer, or whose layers and mask token stand elsewhere. What it would fail at, or misread
-            without an error, is refused.
+            layer, or that name layers and mask token in other fields. What it would fail at, or
+            misread without an error, is refused.
 
     Raises:
         ValueError: Naming the field, what it is, and the remedy.

@@ -1,8 +1,8 @@
 """Frames, step maps and counts of texts in the answers of vLLM's OpenAI server.
 
-A frame is a chunk of the stream whose delta is empty, which clients skip, with what is shown next
-to it. Emitted text stays in ordinary deltas. The classes are those of ``requests/endpoints.py``,
-with more in what they send.
+A frame is a chunk of the stream with an empty delta, which clients skip, and the frame's fields
+next to it. Emitted text stays in ordinary deltas. The classes are those of
+``requests/endpoints.py``, with more in what they send.
 """
 
 from __future__ import annotations
@@ -373,8 +373,8 @@ async def _serving_canvases(stock: Any, engine_client: Any, state: Any, args: An
 
 
 def _stream_whole_answers(served: Any) -> None:
-    """Give an object of the server parsers whose streams equal whole answers, if its model answers
-    in canvases.
+    """Give a serving object parsers that stream exactly what they make of whole answers, if its
+    model answers in canvases.
     """
     if spec_of(served.model_config) is None:
         return

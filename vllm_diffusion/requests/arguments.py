@@ -353,7 +353,7 @@ def _value(args: Mapping[str, Any], name: str, setting: Setting | Choice) -> Any
     if value is None:
         return None
     if not setting.allows(value):
-        refuse(name, f"{setting.rule}; got {reprlib.repr(value)}.")
+        refuse(name, f"{setting.requirement}; got {reprlib.repr(value)}.")
     return value if isinstance(setting, Choice) else setting.kind(value)
 
 

@@ -11,8 +11,8 @@ from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
 
-# Number of the body whose requests are being made, of all that a server reads; 0 where there is
-# none. Requests of one body take turns with those of others (scheduling/turns.py).
+# Number of the body that the requests being made come from; 0 without a body. Requests of one body
+# take turns with those of others (scheduling/turns.py).
 body_number: ContextVar[int] = ContextVar("body_number", default=0)
 
 # Seconds without a byte of a body, and until the whole of one.

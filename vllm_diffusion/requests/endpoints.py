@@ -37,7 +37,7 @@ from vllm_diffusion.requests.http import (
 )
 from vllm_diffusion.requests.refusals import ending_with_refusal, refuse
 from vllm_diffusion.requests.tool_calls.read_tools import read_tools_aside
-from vllm_diffusion.weights.adapters.early_checks import rules_of
+from vllm_diffusion.weights.adapters.early_checks import support_of
 
 _WHERE_TRACES_ARE = (
     "comes with whole answers of /v1/chat/completions and /v1/completions: leave stream out, or "
@@ -46,8 +46,8 @@ _WHERE_TRACES_ARE = (
 
 
 async def refused_first(served: Any, response: Awaitable[Any]) -> Any:
-    """Await an endpoint's response; a stream whose requests the engine would refuse is refused
-    before it begins, with the status of one that is not streamed.
+    """Await an endpoint's response, and check a stream's requests before it begins: once it has,
+    its status is 200 whatever the engine refuses.
 
     Args:
         served: The endpoint's object.
@@ -66,11 +66,11 @@ async def refused_first(served: Any, response: Awaitable[Any]) -> Any:
 
 
 class _ParametersFirst(OpenAIServingChat):
-    """Chats whose sampling parameters are checked before their pictures are processed.
+    """Chats that check sampling parameters before they process pictures.
 
-    vLLM keeps a picture that it has processed as one that the engine has. ``pictures.py`` takes it
-    back from a request that is refused, but until then others with the same picture are sent
-    without it.
+    vLLM takes a processed picture for one that the engine has. If the request is then refused,
+    ``pictures.py`` takes that back, but until then other requests with the same picture would be
+    sent without it.
     """
 
     async def render_chat_request(self, request: Any) -> Any:
@@ -219,8 +219,8 @@ class CheckedModels(OpenAIServingModels):
 
     async def _check_load_lora_adapter_request(self, request: Any) -> Any:
         refusal = await super()._check_load_lora_adapter_request(request)
-        rules = rules_of(self.model_config)
-        if refusal is not None or rules is None:
+        support = support_of(self.model_config)
+        if refusal is not None or support is None:
             return refusal
         at_start = {lora.name for lora in self.static_lora_modules or ()}
         num_servers = self.engine_client.vllm_config.parallel_config._api_process_count
@@ -231,7 +231,7 @@ class CheckedModels(OpenAIServingModels):
                     "name it in --lora-modules, or start with --api-server-count 1."
                 )
             # A repository may have to be fetched.
-            await asyncio.to_thread(rules.check_loading, request.lora_name, request.lora_path)
+            await asyncio.to_thread(support.check_loading, request.lora_name, request.lora_path)
         except ValueError as error:
             return create_error_response(
                 message=f"lora_path {error}",

@@ -229,8 +229,8 @@ class BoundedBodies:
         self._reader = BodyReader(self._most)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve a request whose body may hold what it holds; answer any other, of a client that is
-        there.
+        """Serve a request if its body is within the limits; refuse it otherwise, unless the client
+        has left.
         """
         if scope["type"] != "http":
             await self._app(scope, receive, send)

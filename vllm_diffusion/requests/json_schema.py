@@ -101,10 +101,11 @@ def guided_schema(schema: Any, white_space: str = _ONE_SPACE) -> str:
 
 
 def plain_schema(schema: Any) -> dict[str, Any]:
-    """Return a schema in fewer words, whose values are all valid by ``schema``.
+    """Return a schema with fewer keywords; all of its values are valid by ``schema``.
 
-    Objects that do not say whether they have other properties than they name have none. Where a
-    value must satisfy two schemas at once that would leave nothing, so there it is left open.
+    An object has no properties that its schema does not name, unless the schema says so. This is
+    left open where a value must satisfy two schemas at once: each would forbid the other's
+    properties.
 
     Args:
         schema: A schema, or its text.

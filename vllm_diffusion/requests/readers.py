@@ -2,9 +2,9 @@
 too long.
 
 llguidance's own limits do not hold while expressions are joined, and xgrammar has none: a schema or
-a grammar of 1 KB may keep them for ever, and a thread cannot be given up. So the API process asks a
-process of its own, whose seconds and memory are limited (``RLIMIT_CPU``, ``RLIMIT_AS``), and which
-does not outlive the API process, however that ends.
+a grammar of 1 KB may keep them for ever, and a thread cannot be given up. So the API process asks
+another process, which has limited seconds and memory (``RLIMIT_CPU``, ``RLIMIT_AS``) and does not
+outlive the API process, however that ends.
 """
 
 from __future__ import annotations
@@ -249,6 +249,6 @@ def _limit_seconds(most: int) -> None:
 
 
 def _limit(kind: int, most: int) -> None:
-    """Set a limit of this process, at whose excess the kernel ends it or gives it no memory."""
+    """Set a limit of this process; beyond it the kernel ends it or gives it no memory."""
     _, hard = resource.getrlimit(kind)
     resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))

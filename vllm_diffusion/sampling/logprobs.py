@@ -15,7 +15,7 @@ from vllm.v1.outputs import LogprobsTensors
 from attention_kernels.vocab_statistics import RowLogits, scaled_logits
 from vllm_diffusion.canvas.pass_rows import PassRows, rows_of
 from vllm_diffusion.canvas.step import StepOutput
-from vllm_diffusion.decoding.layouts import SeedRows
+from vllm_diffusion.decoding.layouts import FirstRows
 from vllm_diffusion.sampling.output_head import OutputHead
 
 IMPOSSIBLE = float("-inf")
@@ -194,7 +194,7 @@ class EmittedLogprobs:
     def __init__(self, pass_rows: PassRows) -> None:
         self._slots = slots = pass_rows.slots
         self._pass_rows = pass_rows
-        self._has_seeds = any(way.layout.is_seeded for way in slots.spec.ways)
+        self._draws_first_tokens = any(way.layout.draws_first_token for way in slots.spec.ways)
         # What nobody will read is written after a canvas.
         shape = (slots.num_slots, slots.canvas_length + 1)
         # [R, C + 1, width] and, ranks, [R, C + 1].
@@ -208,8 +208,8 @@ class EmittedLogprobs:
 
     def begin_pass(self) -> None:
         """Remember the canvases that the pass commits; call it before the step is decided."""
-        if self._has_seeds:
-            self._committed = self._slots.seeds_next
+        if self._draws_first_tokens:
+            self._committed = self._slots.draws_next_first
 
     def exchange(self, drawn: LogprobsTensors, step: StepOutput) -> LogprobsTensors:
         """Keep what this pass computed, and return what each request may emit now.
@@ -224,27 +224,27 @@ class EmittedLogprobs:
         pass_rows, layout = self._pass_rows, self._slots.spec.layout
         n = pass_rows.num_rows
         slot, position = pass_rows.slot[:n], pass_rows.position[:n]
-        num_rows, is_seeding = pass_rows.requests.num_rows, pass_rows.requests.seeding
+        num_rows, is_last_known = pass_rows.requests.num_rows, pass_rows.requests.last_known
         width = max(drawn.logprobs.shape[1], self._waiting.logprobs.shape[2])
         drawn, self._waiting = _widened(drawn, width), _widened(self._waiting, width)
         owner, at = slot, position
-        if self._has_seeds:
+        if self._draws_first_tokens:
             assert self._committed is not None
-            committed, seeding = self._committed[slot], pass_rows.of_slots.seeding[slot]
+            committed, last_known = self._committed[slot], pass_rows.of_slots.last_known[slot]
             # A draft emits only what its commit draws.
             is_read = self._slots.way.choose(
                 lambda way: way.layout.verifies,
                 lambda verifies: committed if verifies else self._decided(step)[slot, position],
                 slot,
             )
-            seeds = SeedRows(lambda: committed, lambda: seeding)
+            first = FirstRows(lambda: committed, lambda: last_known)
             shift = self._slots.way.choose(
-                lambda way: way.layout, lambda layout: layout.shift(position, seeds), slot
+                lambda way: way.layout, lambda layout: layout.shift(position, first), slot
             )
-            # A canvas begins in the row after its seeding one.
-            target = position + shift - seeding.to(position.dtype)
-            self._write(drawn, slot, target, is_read | seeding)
-            of_canvases = _on_device(np.flatnonzero(~np.repeat(is_seeding, num_rows)), slot)
+            # A canvas begins in the row after that of the last known token.
+            target = position + shift - last_known.to(position.dtype)
+            self._write(drawn, slot, target, is_read | last_known)
+            of_canvases = _on_device(np.flatnonzero(~np.repeat(is_last_known, num_rows)), slot)
             owner, at = slot[of_canvases], position[of_canvases]
         else:
             self._write(drawn, slot, position, self._decided(step)[slot, position])
@@ -253,9 +253,9 @@ class EmittedLogprobs:
             # to say.
             at = (at + step.num_given[owner]).clamp(max=self._slots.canvas_length - 1)
         emitted = rows_of(self._waiting, (owner, at))
-        if self._has_seeds:
+        if self._draws_first_tokens:
             self._begin_canvases(drawn, step, slot)
-        starts = np.concatenate([[0], np.cumsum(num_rows * ~is_seeding)])
+        starts = np.concatenate([[0], np.cumsum(num_rows * ~is_last_known)])
         return emitted._replace(cu_num_generated_tokens=starts[:-1].tolist())
 
     def _decided(self, step: StepOutput) -> Tensor:
@@ -275,15 +275,15 @@ class EmittedLogprobs:
         """
         assert self._committed is not None
         requests = self._pass_rows.requests
-        has_canvas = (requests.num_rows > 0) & ~requests.seeding
+        has_canvas = (requests.num_rows > 0) & ~requests.last_known
         first = _on_device(requests.starts[:-1][has_canvas], slot)
         owner = slot[first]
-        seed_position = self._slots.way.choose(
+        predicting_position = self._slots.way.choose(
             lambda way: way.layout,
-            lambda layout: layout.seed_position(step.num_finished[owner]),
+            lambda layout: layout.predicting_position(step.num_finished[owner]),
             owner,
         )
-        row = first + seed_position
+        row = first + predicting_position
         self._write(rows_of(drawn, row), owner, torch.zeros_like(owner), self._committed[owner])
 
     def _write(

@@ -163,7 +163,7 @@ class PassSettings:
         """
         slots, spec, rows = self._slots, self._slots.spec, self._pass_rows
         # First tokens are drawn, and drafts verified, by rows that hold no mask.
-        others_read = spec.layout.is_seeded or spec.layout.verifies or slots.features.viewed
+        others_read = spec.layout.draws_first_token or spec.layout.verifies or slots.features.viewed
         if slots.device.type != "cpu" or spec.way_names or others_read:
             return None
         slot, position = rows.slot[: rows.num_rows], rows.position[: rows.num_rows]
@@ -200,7 +200,7 @@ class PassSettings:
         draws = self._draws(some.slot, some.position, judged=judged, drawn=drawn)
 
         def of_layout(layout: CanvasLayout) -> RowDraws:
-            return layout.draws(draws, some.seeds, partial(some.drawn_at_in, layout))
+            return layout.draws(draws, some.first_rows, partial(some.drawn_at_in, layout))
 
         return self._slots.way.choose(lambda way: way.layout, of_layout, some.slot)
 

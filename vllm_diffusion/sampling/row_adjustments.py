@@ -18,7 +18,7 @@ from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from attention_kernels.vocab_statistics import NO_ID, LogitAdjustments
-from vllm_diffusion.canvas.messages import CanvasConstraints
+from vllm_diffusion.canvas.messages import CanvasGrammarOutput
 from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.requests.arguments import arguments_of
 from vllm_diffusion.sampling.thought_ends import ThoughtEnds
@@ -27,14 +27,15 @@ from vllm_diffusion.sampling.used_settings import UsedSettings
 _PIN, _MASK, _RESTART = range(3)
 
 
-class ConstraintTensors:
-    """Constraints of the last pass, at addresses that never change; -1 where a row has none.
+class TokenMasks:
+    """Tokens that constraints allow in the last pass, at addresses that never change, for graphs.
 
     R is the number of slots, N the most rows of a pass.
 
     Attributes:
         rows: [N, 3], int32: the only token of a row; the row of ``masks`` with the tokens that it
-            may draw; 1 where its next step starts without a self-conditioning signal.
+            may draw; 1 where its next step starts without a self-conditioning signal. -1 where a
+            row has none.
         masks: [R, ceil(vocab_size / 32)], int32: a bit for each token that may be drawn in a row.
     """
 
@@ -59,11 +60,11 @@ class ConstraintTensors:
         """Lift all constraints, for a pass without any."""
         self.rows.fill_(-1)
 
-    def take(self, message: CanvasConstraints, req_ids: Sequence[str]) -> int:
-        """Lay constraints out over the pass's rows and slots.
+    def take(self, message: CanvasGrammarOutput, req_ids: Sequence[str]) -> int:
+        """Lay allowed tokens out over the pass's rows and slots.
 
         Args:
-            message: The scheduler's constraints.
+            message: The scheduler's.
             req_ids: Requests of the batch, in its order.
 
         Returns:
@@ -78,8 +79,8 @@ class ConstraintTensors:
         masks: list[np.ndarray] = []
         layout = pass_rows.slots.spec.layout
         index = {req_id: i for i, req_id in enumerate(req_ids)}
-        for req_id, constraint in zip(
-            message.structured_output_request_ids, message.constraints, strict=True
+        for req_id, allowed in zip(
+            message.structured_output_request_ids, message.allowed, strict=True
         ):
             i = index.get(req_id)
             if i is None:
@@ -87,20 +88,20 @@ class ConstraintTensors:
             slot = int(pass_rows.requests.slots[i])
             start, end = int(starts[i]), int(starts[i + 1])
             # Where its canvas would begin, if all of its positions had rows here.
-            start -= layout.first_sampled(constraint.num_given)
-            first = start + constraint.num_given
-            frontier = min(first + len(constraint.pinned), end)
-            rows[first:frontier, _PIN] = constraint.pinned[: frontier - first]
-            if constraint.num_valid > 0:
-                num_valid[slot] = constraint.num_given + constraint.num_valid
+            start -= layout.first_sampled(allowed.num_given)
+            first = start + allowed.num_given
+            frontier = min(first + len(allowed.pinned), end)
+            rows[first:frontier, _PIN] = allowed.pinned[: frontier - first]
+            if allowed.num_valid > 0:
+                num_valid[slot] = allowed.num_given + allowed.num_valid
             else:
                 num_valid[slot] = 0
-            if constraint.frontier_mask is not None and frontier < end:
+            if allowed.frontier_mask is not None and frontier < end:
                 rows[frontier, _MASK] = len(masks)
-                masks.append(constraint.frontier_mask)
+                masks.append(allowed.frontier_mask)
                 # The frontier is noise until it is settled.
                 free_from[slot], free_to[slot] = frontier - start, frontier - start + 1
-            if constraint.restart:
+            if allowed.restart:
                 rows[frontier:end, _RESTART] = 1
                 free_from[slot], free_to[slot] = frontier - start, end - start
 
@@ -171,7 +172,7 @@ class RowAdjustments:
     def __init__(
         self,
         stock_sampler: Any,
-        constraints: ConstraintTensors,
+        token_masks: TokenMasks,
         vocab_size: int,
         thought_ends: ThoughtEnds | None = None,
     ) -> None:
@@ -179,14 +180,14 @@ class RowAdjustments:
 
         Args:
             stock_sampler: vLLM's.
-            constraints: Of the last pass.
+            token_masks: Of the last pass.
             vocab_size: Number of token ids.
             thought_ends: Tokens that are boosted; ``None`` if the rule boosts none.
         """
-        num_slots, device = len(constraints.masks), constraints.masks.device
+        num_slots, device = len(token_masks.masks), token_masks.masks.device
         self._vocab_size = vocab_size
         self._device = device
-        self._constraints = constraints
+        self._token_masks = token_masks
         # vLLM's runner counts committed tokens in it.
         self._state = stock_sampler.penalties_state
         self._prompt_len = stock_sampler.req_states.prompt_len
@@ -318,7 +319,7 @@ class RowAdjustments:
     def all_used(self) -> UsedSettings:
         """Adjustments that any batch may use, for a graph that serves each."""
         lists = tuple(range(len(self._lists.others)))
-        num_masks = len(self._constraints.masks)
+        num_masks = len(self._token_masks.masks)
         return UsedSettings(lists=lists, penalties=True, pins=True, num_masks=num_masks)
 
     def place_thought_ends(self) -> None:
@@ -359,9 +360,9 @@ class RowAdjustments:
             )
         if used.pins:
             adjustments = adjustments._replace(
-                pin=self._constraints.rows[rows, _PIN].contiguous(),
-                mask_idx=self._constraints.rows[rows, _MASK].contiguous(),
-                masks=self._constraints.masks[: used.num_masks],
+                pin=self._token_masks.rows[rows, _PIN].contiguous(),
+                mask_idx=self._token_masks.rows[rows, _MASK].contiguous(),
+                masks=self._token_masks.masks[: used.num_masks],
             )
         return adjustments
 
@@ -392,7 +393,7 @@ class RowAdjustments:
             prompt_mask=state.prompt_bin_mask[:0],
             output_counts=state.output_bin_counts[:0],
             mask_idx=none,
-            masks=self._constraints.masks[:0],
+            masks=self._token_masks.masks[:0],
             pin=none,
         )
 

@@ -25,7 +25,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws, RowLogits
-from vllm_diffusion.canvas.messages import CanvasConstraints
+from vllm_diffusion.canvas.messages import CanvasGrammarOutput
 from vllm_diffusion.canvas.pass_rows import PassRows, rows_of
 from vllm_diffusion.canvas.step import CanvasStep, StepOutput
 from vllm_diffusion.requests.arguments import arguments_of
@@ -33,10 +33,10 @@ from vllm_diffusion.sampling.candidate_filters import CandidateFilters, draw_fil
 from vllm_diffusion.sampling.canvas_views import CanvasViewConnector
 from vllm_diffusion.sampling.logprobs import EmittedLogprobs, LogprobsRequest, row_logprobs
 from vllm_diffusion.sampling.output_head import OutputHead
-from vllm_diffusion.sampling.pass_graphs import PassGraphs
-from vllm_diffusion.sampling.pass_parts import PassParts, StoreSoftEmbeds
 from vllm_diffusion.sampling.pass_settings import PassSettings
-from vllm_diffusion.sampling.row_adjustments import ConstraintTensors, RowAdjustments
+from vllm_diffusion.sampling.row_adjustments import RowAdjustments, TokenMasks
+from vllm_diffusion.sampling.sampling_functions import SamplingFunctions, StoreSoftEmbeds
+from vllm_diffusion.sampling.sampling_graphs import SamplingGraphs
 from vllm_diffusion.sampling.thought_ends import ThoughtEnds
 from vllm_diffusion.sampling.vocabulary_stream import sample_rows
 from vllm_diffusion.startup.cuda_graphs import GraphCall
@@ -77,24 +77,24 @@ class DiffusionSampler:
         self.pass_rows = pass_rows
         self.head = head
         self.penalties_state = stock_sampler.penalties_state
-        self.constraints = ConstraintTensors(pass_rows, slots.vocab_size)
+        self.token_masks = TokenMasks(pass_rows, slots.vocab_size)
         self.adjustments = RowAdjustments(
             stock_sampler,
-            self.constraints,
+            self.token_masks,
             slots.vocab_size,
             ThoughtEnds(slots) if any(rule.ends_thoughts for rule in slots.spec.rules) else None,
         )
         self.settings = PassSettings(
             stock_sampler, pass_rows, self.adjustments, self_conditions=head.embedding is not None
         )
-        parts = PassParts(
-            pass_rows, self.settings, head, self.constraints, store_soft_embeds, canvas_step
+        functions = SamplingFunctions(
+            pass_rows, self.settings, head, self.token_masks, store_soft_embeds, canvas_step
         )
-        self._num_likeliest = parts.statistics.num_likeliest
-        self.graphs = PassGraphs(pass_rows, self.settings, parts, max_logprobs)
+        self._num_likeliest = functions.statistics.num_likeliest
+        self.graphs = SamplingGraphs(pass_rows, functions, max_logprobs)
         self.emitted_logprobs = EmittedLogprobs(pass_rows)
         self.views = CanvasViewConnector(
-            slots, pass_rows.of_slots.num_rows, parts.statistics.entropy
+            slots, pass_rows.of_slots.num_rows, functions.statistics.entropy
         )
 
     # Before a pass.
@@ -143,14 +143,14 @@ class DiffusionSampler:
         if len(rows) == 0:
             return self._engine_output(self.graphs.decide(), None)
         num_masks = None
-        if isinstance(message, CanvasConstraints):
-            num_masks = self.constraints.take(message, input_batch.req_ids)
+        if isinstance(message, CanvasGrammarOutput):
+            num_masks = self.token_masks.take(message, input_batch.req_ids)
         used = self.settings.used(num_masks)
         if used.is_plain:
             return self._engine_output(self.graphs.plain_step(rows), None)
 
         if num_masks is None:
-            self.constraints.clear()
+            self.token_masks.clear()
         self.adjustments.place_thought_ends()
         if used.reported is not None:
             self.emitted_logprobs.begin_pass()
@@ -175,7 +175,9 @@ class DiffusionSampler:
     # At start-up.
 
     def graph_calls(self, counts: range, hidden_size: int, dtype: torch.dtype) -> list[GraphCall]:
-        """Begin a pass without rows, and return its calls: see :meth:`PassGraphs.graph_calls`."""
+        """Begin a pass without rows, and return its calls: see
+        :meth:`SamplingGraphs.graph_calls`.
+        """
         self._lay_out_nothing()
         return self.graphs.graph_calls(counts, hidden_size, dtype)
 
@@ -186,7 +188,7 @@ class DiffusionSampler:
 
     def _lay_out_nothing(self) -> None:
         """Begin a pass that changes no canvas: no slot has rows or a constraint."""
-        self.constraints.clear()
+        self.token_masks.clear()
         self.pass_rows.clear()
 
     def profile(self, rows: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from vllm_diffusion.canvas.pass_rows import PassRows
-from vllm_diffusion.decoding.layouts import CanvasLayout, SeedRows
+from vllm_diffusion.decoding.layouts import CanvasLayout, FirstRows
 
 
 class SelectedRows:
@@ -33,11 +33,11 @@ class SelectedRows:
         self._num_computed = num_computed
 
     @property
-    def seeds(self) -> SeedRows:
+    def first_rows(self) -> FirstRows:
         """Which of the rows draw the first token of the next canvas."""
-        return SeedRows(
-            lambda: self._slots.seeds_next[self.slot],
-            lambda: self._pass_rows.of_slots.seeding[self.slot],
+        return FirstRows(
+            lambda: self._slots.draws_next_first[self.slot],
+            lambda: self._pass_rows.of_slots.last_known[self.slot],
         )
 
     def drawn_at(self) -> Tensor:
@@ -48,6 +48,6 @@ class SelectedRows:
     def drawn_at_in(self, layout: CanvasLayout) -> Tensor:
         """[n], int64: the same if canvases are of a layout."""
         at = self._num_computed[self.slot] + self._pass_rows.offset[self.rows]
-        if not layout.is_seeded:
+        if not layout.draws_first_token:
             return at
-        return at + layout.shift(self.position, self.seeds)
+        return at + layout.shift(self.position, self.first_rows)

@@ -5,7 +5,7 @@ embedding grows by the tile's embedding rows, and the next tile is projected ove
 tensor-parallel rank does that with its own ids, and the ranks combine seven numbers a row and the
 embedding. Rows whose settings need a second look at their logits (top-k, top-p, min-p,
 log-probabilities) are projected again, a canvas at a time: see
-:mod:`vllm_diffusion.sampling.pass_parts`.
+:mod:`vllm_diffusion.sampling.sampling_functions`.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm_diffusion.canvas.messages import CanvasView
 from vllm_diffusion.decoding.layouts import AnswerSizes, ScheduledRequest
 from vllm_diffusion.decoding.pass_order import PassOrder
-from vllm_diffusion.metrics import PassCounters, RowCounts
+from vllm_diffusion.metrics import EngineCounts, RowCounts
 from vllm_diffusion.requests.arguments import arguments_of
 from vllm_diffusion.scheduling.canvas_reports import CanvasReports
 from vllm_diffusion.scheduling.constraints import Constraints
@@ -80,7 +80,7 @@ class CanvasScheduling(Scheduler):
         self._lacking_pictures: list[Request] = []
         # True if the last pass left requests waiting.
         self._leaves_waiting = False
-        self._counters = PassCounters(spec)
+        self._counters = EngineCounts(spec)
         self.stuck = StuckRequests(
             self, self._counters, lambda request_id: self.constraints.num_settled(request_id)
         )
@@ -197,9 +197,9 @@ class CanvasScheduling(Scheduler):
     def _release_pictures(self, first: Request) -> None:
         """Let the encoder's cache evict what other requests hold in it.
 
-        A request whose block ends within a picture holds that one, and may wait for the next one of
-        the same block. Several would wait for one another. What is evicted is encoded again for the
-        block that needs it.
+        If a block ends within a picture, its request holds that picture while it may wait for the
+        next one of the block. Several such requests would wait for one another for ever. What is
+        evicted is encoded again for the block that needs it.
 
         Args:
             first: Request that the next pass gives room.
@@ -384,8 +384,7 @@ class CanvasScheduler(CanvasScheduling, DiffusionScheduler):
 
     A canvas is emitted in the step that converges. If the request goes on, its tokens are known but
     not computed, and are encoded like a prompt; the last canvas never.
-    With a rule whose passes leave final keys and values, the pass that writes them emits the
-    canvas.
+    If the rule's last pass leaves final keys and values, that pass emits the canvas.
     """
 
     is_async = False

@@ -11,7 +11,7 @@ token at all may follow what is settled, or only others than the one that the re
 there (``diffusion_pinned``), :class:`DeadEndError` is raised, and the request ends.
 
 The scheduler, which owns the grammars, decides all this from the canvas of the previous step;
-:class:`CanvasConstraint` is its message to the sampler.
+:class:`AllowedTokens` is its message to the sampler.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from vllm.v1.request import Request
 
-from vllm_diffusion.canvas.messages import CanvasConstraint
+from vllm_diffusion.canvas.messages import AllowedTokens
 from vllm_diffusion.requests.arguments import constraining_fields, end_token_ids
 from vllm_diffusion.scheduling.grammars import set_bits
 
@@ -122,7 +122,7 @@ class DeadEndError(Exception):
 class ConstrainedCanvas:
     """Progress of one request's current canvas towards its constraint.
 
-    :meth:`denoised` records every step, :meth:`constraint` is called before the next.
+    :meth:`denoised` records every step, :meth:`allowed_tokens` is called before the next.
     """
 
     def __init__(
@@ -177,8 +177,8 @@ class ConstrainedCanvas:
         self._steps += 1
         self._previous, self._tokens = self._tokens, list(tokens)
 
-    def constraint(self, width: int, max_steps: int) -> CanvasConstraint:
-        """Make the constraint of the next step.
+    def allowed_tokens(self, width: int, max_steps: int) -> AllowedTokens:
+        """Return what the next step may draw.
 
         Args:
             width: Positions of the canvas.
@@ -212,7 +212,7 @@ class ConstrainedCanvas:
             mask = self._allowed_after(self._pinned)
             if mask is not None and not mask.any():
                 raise DeadEndError("allows no token here")
-        return CanvasConstraint(tuple(self._pinned), mask, restart, num_valid if is_complete else 0)
+        return AllowedTokens(tuple(self._pinned), mask, restart, num_valid if is_complete else 0)
 
     def _valid_prefix(self, tokens: list[int], num_needed: int) -> tuple[int, bool]:
         """Return how many leading tokens satisfy the constraint, and true if no more are needed."""

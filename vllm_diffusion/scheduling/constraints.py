@@ -13,7 +13,7 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from vllm_diffusion.canvas.messages import CanvasConstraint, CanvasConstraints
+from vllm_diffusion.canvas.messages import AllowedTokens, CanvasGrammarOutput
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.requests.arguments import arguments_of
 from vllm_diffusion.scheduling.constrained_canvas import (
@@ -34,7 +34,7 @@ def _has_canvas_in_flight(request: Request) -> bool:
 
 
 class Constraints(SchedulerFeature):
-    """Constrained canvases: they give a constraint before each pass, and read its result."""
+    """Constrained canvases: they say before each pass what it may draw, and read its result."""
 
     def __init__(
         self,
@@ -88,10 +88,10 @@ class Constraints(SchedulerFeature):
             give_way(scheduler, request)
 
     def message(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """Make the constraints for the canvases of a pass from the argmax canvases of the last
-        one.
+        """Find what the constrained canvases of a pass may draw, from the argmax canvases of the
+        last one.
         """
-        constraints: dict[str, CanvasConstraint] = {}
+        allowed: dict[str, AllowedTokens] = {}
         for request_id, tokens in scheduler_output.scheduled_spec_decode_tokens.items():
             canvas = self._canvases.get(request_id)
             if canvas is None or request_id not in self._scheduler.requests:
@@ -102,23 +102,25 @@ class Constraints(SchedulerFeature):
             if width <= 0:
                 # The pass was scheduled before its block was emitted.
                 continue
-            constraint = self._constraint(request, canvas, width)
-            constraints[request_id] = replace(constraint, num_given=num_given)
-        if not constraints:
+            found = self._allowed_tokens(request, canvas, width)
+            allowed[request_id] = replace(found, num_given=num_given)
+        if not allowed:
             return None
         nothing = np.empty((0, 0), np.int32)
-        return CanvasConstraints(list(constraints), nothing, None, list(constraints.values()))
+        return CanvasGrammarOutput(list(allowed), nothing, None, list(allowed.values()))
 
     def _block_length(self, request: Request) -> int:
         """Return how many positions of the request's canvas are denoised at a time."""
         return self._spec.block_length(arguments_of(request.sampling_params).settings)
 
-    def _constraint(
+    def _allowed_tokens(
         self, request: Request, canvas: ConstrainedCanvas, width: int
-    ) -> CanvasConstraint:
-        """Constrain a request's canvas; a request whose constraint fails ends, and no other."""
+    ) -> AllowedTokens:
+        """Return what a request's canvas may draw; if its constraint fails, this request alone
+        ends.
+        """
         try:
-            return canvas.constraint(width, self._max_steps_of(request))
+            return canvas.allowed_tokens(width, self._max_steps_of(request))
         except DeadEndError as dead_end:
             reason = str(dead_end)
         except Exception as error:
@@ -128,7 +130,7 @@ class Constraints(SchedulerFeature):
             )
             reason = f"failed here ({type(error).__name__}: {error})"
         self._stuck.stop(request, f"{constraint_names(request)} {reason}")
-        return CanvasConstraint((), None, restart=False, num_valid=0)
+        return AllowedTokens((), None, restart=False, num_valid=0)
 
     def awaits_output(self, scheduler_output: SchedulerOutput) -> bool:
         """Return true if a canvas of a pass has a constraint that needs a pass in flight."""

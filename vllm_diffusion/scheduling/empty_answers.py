@@ -15,7 +15,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
-from vllm_diffusion.metrics import PassCounters
+from vllm_diffusion.metrics import EngineCounts
 from vllm_diffusion.requests.arguments import arguments_of, end_token_ids
 from vllm_diffusion.scheduling.features import SchedulerFeature
 from vllm_diffusion.startup.plugin_settings import OPTION
@@ -29,7 +29,7 @@ class EmptyAnswers(SchedulerFeature):
     """Feature that counts empty answers or, if the operator wishes, has none begin with its end."""
 
     def __init__(
-        self, scheduler: Scheduler, spec: CanvasSpec, counters: PassCounters, *, never_empty: bool
+        self, scheduler: Scheduler, spec: CanvasSpec, counters: EngineCounts, *, never_empty: bool
     ) -> None:
         """Start without requests, with the operator's setting ``never_empty``."""
         marks: Any = scheduler.vllm_config.reasoning_config

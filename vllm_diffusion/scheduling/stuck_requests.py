@@ -2,9 +2,10 @@
 
 Every canvas is done after its step cap, and one that is held to a constraint settles at least one
 more position in each step past it. So a request that settles nothing in as many passes as its cap
-will never settle anything, whatever its settings; one whose constraint allows no token where its
-canvas stands is known at once. Such a request ends with the reason, so that none keeps its slot for
-ever. An answer that ``max_tokens`` ends before its structured output is whole is counted with them.
+will never settle anything, whatever its settings. If its constraint allows no token at the
+frontier, that is known at once. Such a request ends with the reason; otherwise it would keep its
+slot for ever. An answer that ``max_tokens`` ends before its structured output is whole is counted
+with them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_diffusion.metrics import PassCounters
+from vllm_diffusion.metrics import EngineCounts
 from vllm_diffusion.scheduling.features import ReturnedPart, SchedulerFeature
 
 # Passes that a canvas may take beyond its cap: the scheduler learns of a step in the pass after it,
@@ -28,7 +29,7 @@ class StuckRequests(SchedulerFeature):
     """Feature that tracks the progress of requests, and ends requests that make none."""
 
     def __init__(
-        self, scheduler: Scheduler, counters: PassCounters, num_settled: Callable[[str], int]
+        self, scheduler: Scheduler, counters: EngineCounts, num_settled: Callable[[str], int]
     ) -> None:
         """Start without requests.
 

@@ -2,7 +2,7 @@
 
 vLLM captures the backbone, at the sizes that :func:`choose_capture_sizes` names. What a pass
 launches besides is captured here, as :class:`CanvasGraphs`; which functions these are is said by
-``graph_calls`` of ``sampling/pass_graphs.py`` and of ``families/diffusion_gemma/state.py``.
+``graph_calls`` of ``sampling/sampling_graphs.py`` and of ``families/diffusion_gemma/state.py``.
 """
 
 from __future__ import annotations

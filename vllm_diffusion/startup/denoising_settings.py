@@ -144,7 +144,7 @@ def _check_names(of_rule: Mapping[str, Any], preset: str | None, rule: DecodingR
 
 def _checked(name: str, value: Any, setting: Setting | Choice, source: str) -> float | str:
     if not setting.allows(value):
-        raise ValueError(f"{source}: {name}={value!r} {setting.rule}.")
+        raise ValueError(f"{source}: {name}={value!r} {setting.requirement}.")
     checked: float | str = value
     return checked
 

@@ -40,7 +40,8 @@ from vllm_diffusion.startup.pass_limits import (
 )
 from vllm_diffusion.startup.plan import DiffusionPlan
 from vllm_diffusion.startup.plugin_settings import OPTION, PluginSettings
-from vllm_diffusion.weights.adapters.early_checks import adapter_rules
+from vllm_diffusion.weights.adapters.early_checks import adapter_support
+from vllm_diffusion.weights.checkpoint_tensors import BodyTensors, CheckpointTensors
 from vllm_diffusion.weights.formats import read_format
 from vllm_diffusion.weights.machine_fit import (
     check_capability,
@@ -49,7 +50,6 @@ from vllm_diffusion.weights.machine_fit import (
     check_room,
 )
 from vllm_diffusion.weights.regular_files import check_regular_files
-from vllm_diffusion.weights.tensor_rules import BodyTensors, TensorRules
 from vllm_diffusion.weights.weight_files import (
     check_weight_files,
     choose_weight_files,
@@ -113,7 +113,8 @@ class BlockDiffusionEngineConfig:
 
     # Rules by the value of the setting ``rule``; the first is the default.
     rules: ClassVar[Mapping[str, PublishedRule]]
-    # Class of ``transformers`` whose tensors a checkpoint has, unless it has rules of its own.
+    # Class of ``transformers`` that has the tensors of a checkpoint, unless `checkpoint_tensors`
+    # names others.
     body: ClassVar[str]
     # True if the weights are also those of an ordinary causal model, served with `AUTOREGRESSIVE`.
     has_autoregressive_mode: ClassVar[bool] = False
@@ -144,7 +145,7 @@ class BlockDiffusionEngineConfig:
 
     @classmethod
     def apply_autoregressive_defaults(cls, vllm_config: VllmConfig) -> None:
-        """Apply what vLLM chooses for the architecture whose weights the autoregressive mode
+        """Apply what vLLM would choose for the causal architecture that the autoregressive mode
         runs.
         """
 
@@ -174,8 +175,8 @@ class BlockDiffusionEngineConfig:
         raise NotImplementedError
 
     @classmethod
-    def tensor_rules(cls) -> TensorRules:
-        """Return the rules for names and shapes of a checkpoint's tensors."""
+    def checkpoint_tensors(cls) -> CheckpointTensors:
+        """Return names and shapes of the tensors of the family's checkpoints."""
         return BodyTensors(cls.body)
 
     # Derived from the family's values.
@@ -298,7 +299,7 @@ class BlockDiffusionEngineConfig:
         _check_weights(vllm_config)
         model_config.diffusion = replace(
             plan,
-            adapters=adapter_rules(vllm_config, cls.tensor_rules()),
+            adapters=adapter_support(vllm_config, cls.checkpoint_tensors()),
             refusal_path=engine_process.refusal_path() or plan.refusal_path,
         )
 

@@ -221,9 +221,7 @@ def leaving(path: Path | None) -> Iterator[None]:
 
 
 def _without_trace(refusal: str, record: logging.LogRecord) -> bool:
-    """Take the trace from a log line about a refusal, whose message the command prints; keep the
-    line.
-    """
+    """Keep a log line about a refusal without its trace; the command prints the message itself."""
     error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
     if error is not None and refusal in str(error):
         record.exc_info = record.exc_text = None

@@ -25,7 +25,7 @@ from vllm_diffusion.startup.unserved_models import (
     classes_of_code,
     unserved_by_class,
 )
-from vllm_diffusion.weights.adapters.rules import UNREACHED
+from vllm_diffusion.weights.adapters.support import UNREACHED
 from vllm_diffusion.weights.machine_fit import quantises_while_loading
 
 if TYPE_CHECKING:
@@ -233,8 +233,8 @@ def _looking(
 def _meant_architecture(
     arguments: EngineArgs, model_config: ModelConfig, by_code: Mapping[str, str]
 ) -> str | None:
-    """Return the architecture of a diffusion checkpoint whose ``architectures`` are its body's;
-    ``None`` for any other, or if the operator names one.
+    """Return the architecture of a diffusion checkpoint that names its body's in ``architectures``;
+    ``None`` for any other checkpoint, or if the operator names one.
     """
     overrides = arguments.hf_overrides or {}
     if not isinstance(overrides, Mapping) or "architectures" in overrides:

@@ -16,7 +16,7 @@ from vllm_diffusion.startup.plugin_settings import PluginSettings, plugin_settin
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-    from vllm_diffusion.weights.adapters.rules import AdapterRules
+    from vllm_diffusion.weights.adapters.support import AdapterSupport
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class DiffusionPlan:
     sets_max_num_batched_tokens: bool = True
     spec: CanvasSpec | None = None
     own_attention: bool = True
-    adapters: AdapterRules | None = None
+    adapters: AdapterSupport | None = None
     refusal_path: Path | None = None
 
     def order(self, is_async: bool | None, way: Way | None = None) -> PassOrder:

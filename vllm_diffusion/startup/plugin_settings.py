@@ -57,7 +57,7 @@ class PluginSettings:
         for name in ("max_denoising_steps", "draft_steps", "draft_length"):
             value = getattr(self, name)
             if value is not None and not MAX_STEPS.allows(value):
-                raise ValueError(f"{name}={value!r} {MAX_STEPS.rule}.")
+                raise ValueError(f"{name}={value!r} {MAX_STEPS.requirement}.")
         choices = {
             "window_anchor": get_args(WindowAnchor),
             "attention": get_args(Impl),

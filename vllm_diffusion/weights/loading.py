@@ -356,9 +356,9 @@ def checked_loading(
 ) -> Iterator[Iterable[tuple[str, Tensor]]]:
     """Yield the tensors to load; check them if they are the first ones of a model.
 
-    Later ones are an update, which may be partial: of those it is checked that they are finite. A
-    model whose weights are made up has no first ones. Tensors of another dtype than the model's are
-    counted in the log.
+    Later ones are an update, which may be partial: they are only checked to be finite. A model with
+    made-up weights (``--load-format dummy``) has no first ones. Tensors of another dtype than the
+    model's are counted in the log.
 
     Args:
         model: Model to load into, under ``with set_current_vllm_config``.

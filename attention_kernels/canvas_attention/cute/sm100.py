@@ -1,8 +1,8 @@
-"""Canvas attention on Blackwell (SM100): FlashAttention-4's kernel with the canvas rule, head 256.
+"""Canvas attention on Blackwell (SM100): FlashAttention-4's kernel with the canvas mask, head 256.
 
-Stands on the public ``flash-attn-4``: for head size 256 vLLM's copy has a kernel of its own on
-these GPUs, whose key tiles follow from one flag for the whole batch. Head size 512 does not fit:
-two tiles of scores and an output tile want 768 of the 512 columns of tensor memory.
+Stands on the public ``flash-attn-4``: for head size 256 vLLM's copy has another kernel on these
+GPUs, which takes its key tiles from one flag for the whole batch. Head size 512 does not fit: two
+tiles of scores and an output tile need 768 columns of tensor memory, which has 512.
 """
 
 # Device code is typed by its DSL.
@@ -33,7 +33,7 @@ from attention_kernels.canvas_attention.cute.tiles import (
 
 @dataclass(frozen=True)
 class CanvasMask(AttentionMask):
-    """Hides the scores that the canvas rule hides."""
+    """Hides the scores that the canvas mask hides."""
 
     canvas_anchor: bool = True
 
@@ -41,11 +41,11 @@ class CanvasMask(AttentionMask):
         """Hide scores of one thread, which holds one row; never called for a tile seen whole."""
         tile = cute.make_identity_tensor((self.tile_m, self.tile_n))
         coords = thr_tmem_load.partition_D(thr_mma.partition_C(tile)[(None, None), 0, 0])
-        rule = visibility(self, self.seqlen_info)
+        seen = visibility(self, self.seqlen_info)
         row = (m_block * self.tile_m + coords[0][0]) // self.qhead_per_kvhead_packgqa
         first_key = n_block * self.tile_n
-        below = cutlass.max(rule.upper(row) - first_key, 0)
-        above = cutlass.max(rule.lower(row) - first_key, 0)
+        below = cutlass.max(seen.upper(row) - first_key, 0)
+        above = cutlass.max(seen.lower(row) - first_key, 0)
 
         def bits(chunk):
             return r2p_bitmask_below(below, chunk) & r2p_bitmask_above(above, chunk)

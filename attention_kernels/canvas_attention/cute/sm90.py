@@ -1,4 +1,4 @@
-"""Canvas attention on Hopper: FlashAttention-4's SM90 kernel with the canvas rule, head 256 and
+"""Canvas attention on Hopper: FlashAttention-4's SM90 kernel with the canvas mask, head 256 and
 512.
 
 Stands on the copy of FlashAttention-4 inside vLLM, since the public ``flash-attn-4`` ends at head
@@ -44,21 +44,21 @@ from attention_kernels.canvas_attention.cute.tiles import (
 
 @dataclass(frozen=True)
 class CanvasMask(AttentionMask):
-    """Hides the scores that the canvas rule hides."""
+    """Hides the scores that the canvas mask hides."""
 
     canvas_anchor: bool = True
 
     def apply_mask(self, acc_S, *, m_block, n_block, thr_mma, **_):
         """Hide scores of one thread; vLLM's copy asks this of tiles that are seen whole, too."""
-        rule = visibility(self, self.seqlen_info)
+        seen = visibility(self, self.seqlen_info)
         cut = self.tile_m, self.tile_n, self.qhead_per_kvhead_packgqa
-        is_cut_right = n_block >= rule.first_cut_right(m_block, *cut)
-        is_cut_left = n_block < rule.first_whole_left(m_block, *cut)
+        is_cut_right = n_block >= seen.first_cut_right(m_block, *cut)
+        is_cut_left = n_block < seen.first_whole_left(m_block, *cut)
         run_if(
-            is_cut_right | is_cut_left, partial(self._hide, rule, acc_S, m_block, n_block, thr_mma)
+            is_cut_right | is_cut_left, partial(self._hide, seen, acc_S, m_block, n_block, thr_mma)
         )
 
-    def _hide(self, rule, acc_S, m_block, n_block, thr_mma):
+    def _hide(self, seen, acc_S, m_block, n_block, thr_mma):
         """Hide what the rows of one thread do not see of a tile."""
         scores = layout_utils.reshape_acc_to_mn(acc_S)
         tile = cute.make_identity_tensor((self.tile_m, self.tile_n))
@@ -67,8 +67,8 @@ class CanvasMask(AttentionMask):
         first_key = n_block * self.tile_n + coords[0, 0][1]
         for r in range(cute.size(coords.shape[0])):
             row = (m_block * self.tile_m + coords[r, 0][0]) // self.qhead_per_kvhead_packgqa
-            below = sm90_col_to_r2p_idx(cutlass.max(rule.upper(row) - first_key, 0))
-            above = sm90_col_to_r2p_idx(cutlass.max(rule.lower(row) - first_key, 0))
+            below = sm90_col_to_r2p_idx(cutlass.max(seen.upper(row) - first_key, 0))
+            above = sm90_col_to_r2p_idx(cutlass.max(seen.lower(row) - first_key, 0))
 
             def bits(chunk, below=below, above=above):
                 return r2p_bitmask_below(below, chunk) & r2p_bitmask_above(above, chunk)
@@ -84,9 +84,10 @@ def run_if(condition: cutlass.Boolean, work: cutlass.Constexpr):
 
 
 def without_dead_splits(create, sequence_of, block_info):
-    """A scheduler whose programs of splits that a sequence does not use end at once.
+    """A scheduler that ends a program at once if its sequence does not use the program's split.
 
-    Stock's load and multiply a key tile, and write what is never read. On Blackwell they do not.
+    Stock's programs load and multiply a key tile there, and write what is never read. On Blackwell
+    they do not.
     """
     scheduler = create()
     first = scheduler.initial_work_tile_info

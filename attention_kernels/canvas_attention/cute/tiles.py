@@ -1,4 +1,4 @@
-"""Base of both kernels: FlashAttention-4's bookkeeping of a sequence with the canvas rule.
+"""Base of both kernels: FlashAttention-4's bookkeeping of a sequence with the canvas mask.
 
 FlashAttention-4 keeps the facts about a sequence, the key tiles that a query tile visits, and the
 mask of a tile of scores in three small objects that every group of warps builds for itself. Its
@@ -35,10 +35,10 @@ class CanvasTileRange:
         self, seqlen_info: Any, m_block: Any, split_idx: Any = 0, num_splits: Any = 1
     ) -> tuple[Any, Any]:
         """Return the half-open range of key tiles, which the kernels walk from its end."""
-        rule = visibility(self, seqlen_info)
+        seen = visibility(self, seqlen_info)
         if not self.is_split_kv:
-            return rule.visited(m_block, *self._cut())
-        return rule.visited_in_split(m_block, *self._cut(), split_idx, num_splits)
+            return seen.visited(m_block, *self._cut())
+        return seen.visited_in_split(m_block, *self._cut(), split_idx, num_splits)
 
     def get_n_block_min_causal_local_mask(
         self, seqlen_info: Any, m_block: Any, n_block_min: Any
@@ -61,7 +61,7 @@ class CanvasTileRange:
 
 
 def visibility(windows: Any, seqlen_info: Any) -> Visibility:
-    """The rule of a sequence; ``windows`` is a ``CanvasTileRange`` or a mask."""
+    """The keys that a sequence's rows see; ``windows`` is a ``CanvasTileRange`` or a mask."""
     return Visibility(
         seqlen_info.seqlen_q,
         seqlen_info.seqlen_k,

@@ -2,7 +2,7 @@
 
 Every expression is made of ``+ - * //`` and the two functions a caller hands in, so that the same
 lines run on host integers, on torch tensors and on the device integers that the CuTe DSL traces.
-That is how the rule that the kernels execute is tested without a GPU, against the mask of
+That is how the visibility that the kernels compute is tested without a GPU, against the mask of
 ``reference.py``.
 
 Legend: a sequence has ``seq_len`` keys, its ``query_len`` rows are the last of them, and the first
@@ -18,7 +18,7 @@ from attention_kernels.canvas_attention.splits import MIN_SPLIT_KEYS
 
 @dataclass(frozen=True)
 class Visibility:
-    """Attention rule of one sequence.
+    """Keys of one sequence that its rows see.
 
     Args:
         query_len: Query rows of the sequence.

@@ -1,4 +1,4 @@
-"""Attention rule as the tiles of the kernels see it: their rows, keys and places for partials.
+"""The attention mask as the tiles of the kernels see it: their rows, keys and places for partials.
 
 Legend: M rows of a tile (tokens x heads of a group), N keys of a tile, D head size, V the part of a
 head's values that a program sums; a position counts the keys before it.

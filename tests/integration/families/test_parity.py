@@ -51,7 +51,7 @@ class Family:
         self.grows = isinstance(self.engine.state.spec.layout, GrowingSequence)
         # Whether a pass of its own makes a finished block's keys and values.
         self.commits = (
-            self.engine.state.spec.layout.is_seeded
+            self.engine.state.spec.layout.draws_first_token
             or self.engine.state.spec.ways[0].rule.can_finish_kv
         )
 
@@ -108,7 +108,8 @@ def in_both_orders(names: Iterable[str], often: Collection[tuple[str, str]]) -> 
     ]
 
 
-# A seeded family, one that holds whole sequences, and an aligned one in asynchronous order.
+# A family that draws first tokens, one that holds whole sequences, and an aligned one in
+# asynchronous order.
 OFTEN = [("nemotron", "synchronous"), ("llada", "synchronous"), ("sdar", "asynchronous")]
 # One family for each way in which canvases lie and are decided.
 EVERY_WAY = [*OFTEN, ("llada2.1", "synchronous"), ("fast-dllm", "synchronous")]
@@ -192,8 +193,10 @@ def test_frames_and_step_maps(family: Family) -> None:
             True,
         ]
         assert all(frames[-1].is_last and all(frames[-1].kept or ()) for frames in canvases)
-        seeded_length = B if spec.layout.is_seeded else None
-        replayed = steps_that_decided(canvases, has_mask=True, seeded_length=seeded_length)
+        first_token_length = B if spec.layout.draws_first_token else None
+        replayed = steps_that_decided(
+            canvases, has_mask=True, first_token_length=first_token_length
+        )
         assert list(completion.diffusion_step_map) == replayed[: len(tokens)]
         given = len(prompts[i]) % B if spec.layout.alignment > 1 else 0
         trace = completion.diffusion_trace
@@ -290,8 +293,8 @@ def test_passes(family: Family) -> None:
         loop = family.loop_until(prompt, wanted)
         # The end of a prompt shares its pass with the first step, unless that one waits for its
         # token.
-        is_seeded = family.engine.state.spec.layout.is_seeded
-        denoise = loop.count("denoise") + is_seeded * loop.count("prefill")
+        draws_first_token = family.engine.state.spec.layout.draws_first_token
+        denoise = loop.count("denoise") + draws_first_token * loop.count("prefill")
         if family.is_asynchronous or family.commits:
             # In the asynchronous order one more is on its way when the last token is known, or
             # where the rows of a pass grow with what is emitted, when a block is.

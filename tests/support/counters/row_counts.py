@@ -70,8 +70,8 @@ class RowCounter:
             _call_before(owner, name, before)
         if hasattr(self._scheduler, "_counters"):
             _call_before(self._scheduler._counters, "observe", self._count_part)
-            parts = self._runner.sampler.graphs.parts
-            _call_before(parts, "_store_soft_embeds", self._count_embedded)
+            eager = self._runner.sampler.graphs.eager
+            _call_before(eager, "_store_soft_embeds", self._count_embedded)
 
     def _count_scheduled(self, scheduler_output: Any, model_runner_output: Any) -> None:
         counts, requests = self.counts, self._scheduler.requests

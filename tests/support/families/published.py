@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_diffusion.families.registry import FAMILIES
 from vllm_diffusion.plugin import imported
-from vllm_diffusion.weights.tensor_rules import Shape, TensorRules, split_experts
+from vllm_diffusion.weights.checkpoint_tensors import CheckpointTensors, Shape, split_experts
 
 FOLDER = Path(__file__).parents[2] / "published"
 INDEX = "model.safetensors.index.json"
@@ -174,13 +174,13 @@ def adapters() -> list[dict[str, Any]]:
 
 
 def shapes_of(config: dict[str, Any]) -> dict[str, Shape]:
-    """Return the shapes by the rules for a ``config.json``, with experts one by one."""
-    rules, made = rules_of(config)
-    return split_experts(rules.shapes(made))
+    """Return the shapes of the tensors for a ``config.json``, with experts one by one."""
+    tensors, made = tensors_of(config)
+    return split_experts(tensors.shapes(made))
 
 
-def rules_of(config: dict[str, Any]) -> tuple[TensorRules, Any]:
-    """Return the rules of tensors for a ``config.json``, and its content as a configuration."""
+def tensors_of(config: dict[str, Any]) -> tuple[CheckpointTensors, Any]:
+    """Return the tensors for a ``config.json``, and its content as a configuration."""
     from transformers import LlamaConfig
 
     code = config.get("auto_map", {}).get("AutoModelForCausalLM", "").rpartition(".")[2]
@@ -192,4 +192,4 @@ def rules_of(config: dict[str, Any]) -> tuple[TensorRules, Any]:
     config_class = imported(family.config) if family.config else LlamaConfig
     if family.architecture == "DreamModel":
         config_class = imported("vllm_diffusion.families.dream_reasoner.startup:DreamConfig")
-    return imported(family.engine_config).tensor_rules(), config_class(**config)
+    return imported(family.engine_config).checkpoint_tensors(), config_class(**config)

@@ -123,7 +123,7 @@ def write_headers(folder: Path) -> Path:
 
     from benchmarks.memory_limit import expected_specs
     from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaTensors
-    from vllm_diffusion.weights.tensor_rules import split_experts
+    from vllm_diffusion.weights.checkpoint_tensors import split_experts
 
     config = json.loads((folder / "config.json").read_text())
     rules = DiffusionGemmaTensors()

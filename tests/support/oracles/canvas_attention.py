@@ -27,7 +27,7 @@ IMPLS = ["reference", "triton", "triton-tiny"]
 
 
 def sees(p, j, *, seq_len, canvas_start, window_left, window_right, anchor, span):
-    """Return the rule for one query position and one key, term by term."""
+    """Return whether one query position sees one key, term by term."""
     if not 0 <= j <= seq_len - 1:
         return False
     if p < canvas_start:

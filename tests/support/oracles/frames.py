@@ -52,7 +52,7 @@ class Watched:
 
 
 def steps_that_decided(
-    canvases: list[list[CanvasFrame]], *, has_mask: bool, seeded_length: int | None = None
+    canvases: list[list[CanvasFrame]], *, has_mask: bool, first_token_length: int | None = None
 ) -> list[int]:
     """The step that decided each token, as a reader of the frames sees it.
 
@@ -61,7 +61,7 @@ def steps_that_decided(
     Args:
         canvases: Frames of each step of each.
         has_mask: Whether the model has a mask token.
-        seeded_length: Of canvases whose first token was known before, where there are such.
+        first_token_length: Of canvases whose first token was known before, where there are such.
     """
     result: list[int] = []
     for frames in canvases:
@@ -74,7 +74,7 @@ def steps_that_decided(
                 was_kept = before is not None and before.kept[i]
                 if changed or (has_mask and not was_kept):
                     decided[i] = frame.step
-        if len(decided) == seeded_length:
+        if len(decided) == first_token_length:
             decided[0] = 0
         result += decided
     return result

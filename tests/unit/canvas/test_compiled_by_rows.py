@@ -15,8 +15,8 @@ from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
 from vllm_diffusion.decoding.statistics import PositionStatistics
 from vllm_diffusion.families.diffusion_gemma.state import DiffusionGemmaModelState
-from vllm_diffusion.sampling.pass_parts import PassParts
 from vllm_diffusion.sampling.pass_settings import PassSettings
+from vllm_diffusion.sampling.sampling_functions import SamplingFunctions
 from vllm_diffusion.startup.machine import has_cpp_compiler
 
 pytestmark = pytest.mark.engine
@@ -73,7 +73,9 @@ class Pass:
         )
         self.settings = PassSettings(stock, pass_rows, None, self_conditions=True)
         self.settings.temperature.copy_(torch.tensor([0.0, 1.0, 0.7, 0.3, 1.9]))
-        self.parts = PassParts(pass_rows, self.settings, None, None, state.store_soft_embeds, None)
+        self.functions = SamplingFunctions(
+            pass_rows, self.settings, None, None, state.store_soft_embeds, None
+        )
 
     def floats(self, *shape: int) -> Tensor:
         """Return random numbers."""
@@ -93,9 +95,9 @@ class Pass:
             drawn_confidence=self.floats(n),
             confidence=self.floats(n),
         )
-        self.parts._write(slot, position, values)
+        self.functions._write(slot, position, values)
         self.state.store_soft_embeds(self.floats(n, HIDDEN), slot, position)
-        held = [x for x in self.parts.statistics if x is not None]
+        held = [x for x in self.functions.statistics if x is not None]
         written = [self.state._inputs_embeds, self.state.soft_embeds, *held]
         return [x.clone() for x in (*draws, self.state.model.is_decoder_row, *written)]
 

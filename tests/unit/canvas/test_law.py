@@ -115,7 +115,7 @@ def verified(spec: CanvasSpec, said: list[int], draft: list[int]) -> list[list[i
 
     everyone = torch.ones(len(DRAWS), dtype=torch.bool)
     rows = torch.full((len(DRAWS),), CANVAS, dtype=torch.int32)
-    run(torch.full(DRAWS.shape, said[-1]), seeding=everyone)
+    run(torch.full(DRAWS.shape, said[-1]), last_known=everyone)
     for _ in range(spec.max_denoising_steps):
         # The token at the first position is not drafted.
         assert run(torch.tensor([[VOCAB - 1, *draft[1:]]] * len(DRAWS)), num_rows=rows) == [

@@ -19,9 +19,9 @@ from vllm_diffusion.decoding.layouts import (
     AlignedBlock,
     BlockAfterPrompt,
     CanvasLayout,
+    FirstTokenBlock,
     FreeCanvas,
     GrowingSequence,
-    SeededBlock,
     SequenceOfBlocks,
     ShiftedBlock,
     ShiftedSequence,
@@ -69,12 +69,12 @@ def batch_of(chosen: list[tuple[int, int, int, int]], slots: list[int]) -> Simpl
 
 
 @pytest.mark.parametrize(
-    ("layout", "is_block_causal", "is_seeded", "is_shifted"),
+    ("layout", "is_block_causal", "draws_first_token", "is_shifted"),
     [
         (FreeCanvas, False, False, False),
         (AlignedBlock, True, False, False),
         (BlockAfterPrompt, True, False, False),
-        (SeededBlock, False, True, False),
+        (FirstTokenBlock, False, True, False),
         (VerifiedDraft, False, True, False),
         (ShiftedBlock, True, True, True),
     ],
@@ -86,7 +86,7 @@ def batch_of(chosen: list[tuple[int, int, int, int]], slots: list[int]) -> Simpl
     compiled=st.booleans(),
 )
 def test_lay_out(
-    layout, is_block_causal, is_seeded, is_shifted, chosen, slots, committing, compiled
+    layout, is_block_causal, draws_first_token, is_shifted, chosen, slots, committing, compiled
 ):
     """The rows of a pass are those of a loop over its requests, eager or compiled."""
     spec = spec_of(layout)
@@ -114,7 +114,7 @@ def test_lay_out(
     before = batch.input_ids.clone()
     expected_ids = before.clone()
     causal, flags = np.zeros(SLOTS), np.zeros(SLOTS)
-    num_rows, seeding = np.zeros(SLOTS), np.zeros(SLOTS)
+    num_rows, last_known = np.zeros(SLOTS), np.zeros(SLOTS)
     found: list[tuple[int, int, int, int, int]] = []
     for i, (known, canvas, computed, prompt) in enumerate(chosen):
         slot, first = slots[i], int(batch.query_start_loc_np[i])
@@ -132,8 +132,8 @@ def test_lay_out(
             hidden = shifted if is_shifted else at
             found.append((slot, j, at, at - first, hidden))
             expected_ids[at] = canvases.canvas[slot, j]
-        if is_seeded and is_over:
-            seeding[slot] = 1
+        if draws_first_token and is_over:
+            last_known[slot] = 1
             at = first + known - 1
             found.append((slot, 0, at, known - 1, at))
         if not is_prefilling:
@@ -147,7 +147,7 @@ def test_lay_out(
     assert rows.causal_flags.tolist() == flags.tolist()
     told = rows.of_slots
     assert told.num_rows.tolist() == num_rows.tolist()
-    assert told.seeding.tolist() == seeding.astype(bool).tolist()
+    assert told.last_known.tolist() == last_known.astype(bool).tolist()
     assert told.num_valid.tolist() == [-1] * SLOTS
     assert told.free_from.tolist() == told.free_to.tolist() == [0] * SLOTS
 
@@ -168,7 +168,7 @@ def test_lay_out(
 
     rows.clear()
     assert rows.num_rows == 0
-    assert not any(x.any() for x in (told.num_rows, told.seeding))
+    assert not any(x.any() for x in (told.num_rows, told.last_known))
     assert told.num_valid.tolist() == [-1] * SLOTS
 
 

@@ -17,7 +17,7 @@ from vllm_diffusion.decoding.layouts import (
     AlignedBlock,
     BlockAfterPrompt,
     CanvasLayout,
-    SeededBlock,
+    FirstTokenBlock,
     ShiftedBlock,
 )
 from vllm_diffusion.decoding.levenshtein import Levenshtein
@@ -51,7 +51,7 @@ SPECS = {
     "entropy bound": diffusion_gemma_spec(CANVAS, 5),
     "reveal, aligned": masked_spec(CANVAS),
     "reveal, after the prompt": revealing(Reveal(MASK), BlockAfterPrompt(CANVAS)),
-    "reveal, seeded": revealing(Reveal(MASK), SeededBlock(CANVAS)),
+    "reveal, first token drawn": revealing(Reveal(MASK), FirstTokenBlock(CANVAS)),
     "reveal, shifted": revealing(Reveal(MASK), ShiftedBlock(CANVAS)),
     "edit": revealing(RevealAndEdit(MASK), AlignedBlock(CANVAS)),
     "levenshtein": revealing(LEVENSHTEIN, AlignedBlock(CANVAS)),
@@ -84,9 +84,9 @@ def outputs(
     step = CanvasStep(slots, **{"compile_backend": None} | options)
     generator = torch.Generator().manual_seed(seed)
     R, C = slots.canvas.shape
-    if slots.spec.layout.is_seeded:
-        seeding = slots.num_given == 0
-        step(drawn_at_random(slots, generator), idle_pass(R)._replace(seeding=seeding))
+    if slots.spec.layout.draws_first_token:
+        last_known = slots.num_given == 0
+        step(drawn_at_random(slots, generator), idle_pass(R)._replace(last_known=last_known))
     rows = idle_pass(R)._replace(num_rows=torch.full((R,), C, dtype=torch.int32))
     for _ in range(most):
         before = slots.canvas.clone()
@@ -116,7 +116,9 @@ def test_pins_hold_in_every_input_and_in_the_answer(name: str, kind: str) -> Non
         is_pinned[slot, :num_given] = False
     slots.apply_staged_writes()
     answers: dict[int, torch.Tensor] = {}
-    commits = kind == "committed" or spec.ways[0].rule.can_finish_kv or spec.layout.is_seeded
+    commits = (
+        kind == "committed" or spec.ways[0].rule.can_finish_kv or spec.layout.draws_first_token
+    )
     for output, began_from in outputs(slots, seed=3, commits=lambda way: commits):
         for slot in range(num_slots):
             if slot in answers:

@@ -8,7 +8,7 @@ import torch
 from attention_kernels.noise import Purpose, uniform_tokens
 from tests.support.models.specs import diffusion_gemma_spec, masked_spec
 from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest, Phase
-from vllm_diffusion.canvas.step import CanvasStep, SlotPass
+from vllm_diffusion.canvas.step import CanvasStep, SlotInputs
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.layouts import VerifiedDraft
 from vllm_diffusion.decoding.levenshtein import Levenshtein
@@ -23,13 +23,13 @@ SLOTS, CANVAS, VOCAB = 5, 8, 50
 CPU = torch.device("cpu")
 
 
-def idle_pass(num_slots: int) -> SlotPass:
+def idle_pass(num_slots: int) -> SlotInputs:
     """Describe a pass in which no slot has rows or a constraint."""
-    return SlotPass(
+    return SlotInputs(
         num_rows=torch.zeros(num_slots, dtype=torch.int32),
         seed=torch.zeros(num_slots, dtype=torch.int64),
         greedy=torch.zeros(num_slots, dtype=torch.bool),
-        seeding=torch.zeros(num_slots, dtype=torch.bool),
+        last_known=torch.zeros(num_slots, dtype=torch.bool),
         num_valid=torch.full((num_slots,), -1, dtype=torch.int32),
         free_from=torch.zeros(num_slots, dtype=torch.int32),
         free_to=torch.zeros(num_slots, dtype=torch.int32),
@@ -55,10 +55,10 @@ def run(
             drawn_confidence=torch.rand(SLOTS, CANVAS, generator=generator),
         )
         statistics = PositionStatistics(*(x if x is None else x.to(device) for x in drawn))
-        slot_pass = SlotPass(*(x.to(device) for x in idle_pass(SLOTS)))
-        slot_pass.seed.copy_(torch.arange(SLOTS))
-        slot_pass.num_rows[: i % (SLOTS + 1)] = CANVAS
-        output = step(statistics, slot_pass)
+        by_slot = SlotInputs(*(x.to(device) for x in idle_pass(SLOTS)))
+        by_slot.seed.copy_(torch.arange(SLOTS))
+        by_slot.num_rows[: i % (SLOTS + 1)] = CANVAS
+        output = step(statistics, by_slot)
         canvases.append(slots.canvas.clone().cpu())
         emitted.append(int(output.num_emitted.sum()))
     return canvases, emitted
@@ -127,13 +127,13 @@ def test_a_draft_and_its_verification(backend):
 
     def drawing(tokens: list[list[int]], **changes: torch.Tensor) -> list[list[int]]:
         drawn = torch.tensor(tokens)
-        slot_pass = idle_pass(2)._replace(**changes)
-        output = step(PositionStatistics(drawn, drawn, entropy, entropy), slot_pass)
+        by_slot = idle_pass(2)._replace(**changes)
+        output = step(PositionStatistics(drawn, drawn, entropy, entropy), by_slot)
         return [output.num_emitted.tolist(), output.num_finished.tolist()]
 
     both = torch.ones(2, dtype=torch.bool)
     # The last row of a prompt draws the first token; one of them is the mask token.
-    drawing([[4] * CANVAS, [11] * CANVAS], seeding=both)
+    drawing([[4] * CANVAS, [11] * CANVAS], last_known=both)
     draft = [list(range(20, 20 + CANVAS))] * 2
     rows = torch.full((2,), CANVAS, dtype=torch.int32)
     assert drawing(draft, num_rows=rows) == [[0, 0], [0, 0]]
@@ -158,11 +158,11 @@ def test_what_follows_the_end_need_not_converge(converge_at_end):
     argmax = torch.tensor([[1, 2, 3, 9, 4, 5, 6, 7]] * 2)
     entropy = torch.zeros(2, CANVAS)
     entropy[:, 4:] = 3.0
-    slot_pass = idle_pass(2)
-    slot_pass.num_rows.fill_(CANVAS)
+    by_slot = idle_pass(2)
+    by_slot.num_rows.fill_(CANVAS)
     for i in range(2):
         argmax[:, 4:] = 10 + i
-        output = step(PositionStatistics(argmax, argmax, entropy, entropy), slot_pass)
+        output = step(PositionStatistics(argmax, argmax, entropy, entropy), by_slot)
     assert (output.num_emitted > 0).tolist() == [converge_at_end, False]
 
 
@@ -183,10 +183,10 @@ def levenshtein_step(slots: CanvasSlots, backend: str | None, passes: int) -> li
             confidence=confidence,
             choices=choices,
         )
-        slot_pass = idle_pass(R)
+        by_slot = idle_pass(R)
         # The last slot has no rows.
-        slot_pass.num_rows[:-1] = C
-        step(statistics, slot_pass)
+        by_slot.num_rows[:-1] = C
+        step(statistics, by_slot)
         canvases.append(slots.canvas.clone())
     return canvases
 

@@ -12,11 +12,11 @@ from vllm_diffusion.decoding.layouts import (
     AnswerSizes,
     BlockAfterPrompt,
     CanvasLayout,
+    FirstRows,
+    FirstTokenBlock,
     FreeCanvas,
     GrowingSequence,
     ScheduledRequest,
-    SeededBlock,
-    SeedRows,
     SequenceOfBlocks,
     ShiftedBlock,
     ShiftedSequence,
@@ -27,7 +27,7 @@ from vllm_diffusion.decoding.layouts import (
 LENGTH = 4
 SEQUENCES = (WholeSequence, ShiftedSequence, SequenceOfBlocks, GrowingSequence)
 LAYOUTS = (
-    *(FreeCanvas, AlignedBlock, BlockAfterPrompt, SeededBlock, ShiftedBlock, VerifiedDraft),
+    *(FreeCanvas, AlignedBlock, BlockAfterPrompt, FirstTokenBlock, ShiftedBlock, VerifiedDraft),
     *SEQUENCES,
 )
 # Counted from position 0.
@@ -191,20 +191,20 @@ def test_shift() -> None:
     """A row draws the token of its own position or of a later one, by the state of its slot."""
     position = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 0])
     committed = torch.tensor([False] * 4 + [True] * 4 + [False])
-    seeding = torch.tensor([False] * 8 + [True])
-    seeds = SeedRows(lambda: committed, lambda: seeding)
-    found = {layout: layout(LENGTH).shift(position, seeds).tolist() for layout in LAYOUTS}
+    last_known = torch.tensor([False] * 8 + [True])
+    first_rows = FirstRows(lambda: committed, lambda: last_known)
+    found = {layout: layout(LENGTH).shift(position, first_rows).tolist() for layout in LAYOUTS}
     for layout in (FreeCanvas, AlignedBlock, BlockAfterPrompt, *SEQUENCES):
         assert found[layout] == [0] * 9
-    assert found[SeededBlock] == found[VerifiedDraft] == [0, 0, 0, 0, 1, 1, 1, 1, 1]
+    assert found[FirstTokenBlock] == found[VerifiedDraft] == [0, 0, 0, 0, 1, 1, 1, 1, 1]
     assert found[ShiftedBlock] == [LENGTH, 0, 0, 0, LENGTH, 0, 0, 0, 1]
 
 
-def test_seed_position() -> None:
+def test_predicting_position() -> None:
     """The last emitted row of a canvas draws the first token of the next one."""
     num_final = torch.tensor([0, 1, 3, LENGTH], dtype=torch.int32)
-    for layout in (SeededBlock, VerifiedDraft):
-        assert layout(LENGTH).seed_position(num_final).tolist() == [0, 0, 2, LENGTH - 1]
-    assert ShiftedBlock(LENGTH).seed_position(num_final).tolist() == [0] * 4
+    for layout in (FirstTokenBlock, VerifiedDraft):
+        assert layout(LENGTH).predicting_position(num_final).tolist() == [0, 0, 2, LENGTH - 1]
+    assert ShiftedBlock(LENGTH).predicting_position(num_final).tolist() == [0] * 4
     for layout in (FreeCanvas, AlignedBlock, BlockAfterPrompt, *SEQUENCES):
-        assert not layout.is_seeded
+        assert not layout.draws_first_token

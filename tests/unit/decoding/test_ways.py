@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.support.models.specs import SETTINGS
 from vllm_diffusion.canvas.slots import CanvasSlots
-from vllm_diffusion.canvas.step import CanvasStep, SlotPass
+from vllm_diffusion.canvas.step import CanvasStep, SlotInputs
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
 from vllm_diffusion.decoding.layouts import FreeCanvas, VerifiedDraft
@@ -130,11 +130,11 @@ def test_a_rule_whose_needs_no_other_has(backend: str | None) -> None:
         if statistics.named is not None:
             statistics.named.copy_(torch.arange(R * C).view(R, C, 1) + 5)
         zeros = torch.zeros(R, dtype=torch.int32)
-        rows = SlotPass(
+        rows = SlotInputs(
             num_rows=zeros + C,
             seed=torch.arange(R),
             greedy=torch.zeros(R, dtype=torch.bool),
-            seeding=torch.zeros(R, dtype=torch.bool),
+            last_known=torch.zeros(R, dtype=torch.bool),
             num_valid=zeros - 1,
             free_from=zeros,
             free_to=zeros,

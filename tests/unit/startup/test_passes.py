@@ -39,7 +39,7 @@ def test_a_pass_saved_against_the_host_s_time(monkeypatch, device, host, steps, 
 
 
 FREE = diffusion_gemma_spec(8)
-SEEDED = CanvasSpec.of(VerifiedDraft(8), LinearSpec(), 1, {}, mask_token_id=4)
+FIRST_TOKEN = CanvasSpec.of(VerifiedDraft(8), LinearSpec(), 1, {}, mask_token_id=4)
 WHOLE = CanvasSpec.of(WholeSequence(8), Reveal(4), 1, {}, mask_token_id=4)
 FINAL = masked_spec(8, rule=Levenshtein(4, delete_token_id=5, split_token_id=6))
 
@@ -53,8 +53,8 @@ FINAL = masked_spec(8, rule=Levenshtein(4, delete_token_id=5, split_token_id=6))
         (FREE, False, False, PassOrder(False, False, False, False)),
         (FREE, True, False, PassOrder(True, True, False, False)),
         # A draft is verified by its commit, in every order, and begins with a token of it.
-        (SEEDED, False, True, PassOrder(True, True, False, False)),
-        (SEEDED, True, True, PassOrder(True, True, False, False)),
+        (FIRST_TOKEN, False, True, PassOrder(True, True, False, False)),
+        (FIRST_TOKEN, True, True, PassOrder(True, True, False, False)),
         # The last step mostly leaves nothing to encode.
         (FINAL, False, True, PassOrder(True, False, True, False)),
         (FINAL, True, True, PassOrder(True, False, True, False)),

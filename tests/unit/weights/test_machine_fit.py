@@ -21,7 +21,7 @@ from vllm_diffusion.weights.formats import read_format
 from vllm_diffusion.weights.machine_fit import check_emulation, check_platform
 
 CONFIGS = Path(__file__).resolve().parents[3] / "benchmarks" / "configs"
-RULES = DiffusionGemmaTensors()
+TENSORS = DiffusionGemmaTensors()
 FORMATS = ("fp8-dynamic", "nvfp4", "nvfp4-weights", "nvfp4-modelopt")
 
 
@@ -33,7 +33,7 @@ def config_of(path: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def big_shapes():
-    return RULES.shapes(config_of(CONFIGS / "26b.json"))
+    return TENSORS.shapes(config_of(CONFIGS / "26b.json"))
 
 
 def test_number_of_tensors(big_shapes):
@@ -55,7 +55,7 @@ def test_a_configuration_without_pictures(big_shapes):
     """A configuration without pictures implies the same tensors of the text model."""
     config = config_of(CONFIGS / "26b.json")
     config.vision_config = None
-    shapes = RULES.shapes(config)
+    shapes = TENSORS.shapes(config)
     assert config.vision_config is None
 
     def text_of(shapes: dict[str, Any]) -> dict[str, Any]:
@@ -72,7 +72,8 @@ def test_every_name_pattern_is_one_that_loads(big_shapes):
     """Each pattern of the 1,047 names occurs in the shipped checkpoint, which is served."""
     patterns = {pattern_of(name) for name in big_shapes}
     shipped = {
-        pattern_of(RULES.canonical_name(name)) for name in load_file(SHIPPED / "model.safetensors")
+        pattern_of(TENSORS.canonical_name(name))
+        for name in load_file(SHIPPED / "model.safetensors")
     }
     assert patterns == shipped
 
@@ -82,13 +83,13 @@ def test_each_module_is_as_the_config_says(name, big_shapes):
     """Experts are quantized; routers, self-conditioning and the vision tower are not."""
     ignored = json.loads((CONFIGS / f"{name}.json").read_text())["ignore"]
     layer = "model.decoder.layers.3."
-    assert is_quantized(RULES.all_names(layer + "experts.7.up_proj"), ignored)
-    assert is_quantized(RULES.all_names(layer + "self_attn.q_proj"), ignored) == (
+    assert is_quantized(TENSORS.all_names(layer + "experts.7.up_proj"), ignored)
+    assert is_quantized(TENSORS.all_names(layer + "self_attn.q_proj"), ignored) == (
         name != "nvfp4-modelopt"
     )
     kept = ("model.decoder.self_conditioning.gate_proj", layer + "router.proj", "lm_head")
     tower = "model.encoder.vision_tower.encoder.layers.0.mlp.up_proj.linear"
-    assert not any(is_quantized(RULES.all_names(module), ignored) for module in (*kept, tower))
+    assert not any(is_quantized(TENSORS.all_names(module), ignored) for module in (*kept, tower))
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,16 @@
 from vllm_diffusion.decoding.layouts.blocks import (
     AlignedBlock,
     BlockAfterPrompt,
-    SeededBlock,
+    FirstTokenBlock,
     ShiftedBlock,
     VerifiedDraft,
 )
 from vllm_diffusion.decoding.layouts.canvas_layout import (
     AnswerSizes,
     CanvasLayout,
+    FirstRows,
     FreeCanvas,
     ScheduledRequest,
-    SeedRows,
     span_variants,
 )
 from vllm_diffusion.decoding.layouts.whole_sequence import (
@@ -30,8 +30,8 @@ __all__ = [
     "FreeCanvas",
     "GrowingSequence",
     "ScheduledRequest",
-    "SeedRows",
-    "SeededBlock",
+    "FirstRows",
+    "FirstTokenBlock",
     "SequenceOfBlocks",
     "ShiftedBlock",
     "ShiftedSequence",

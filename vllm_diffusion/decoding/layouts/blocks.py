@@ -13,9 +13,9 @@ from attention_kernels.vocab_statistics import RowDraws
 from vllm_diffusion.decoding.layouts.canvas_layout import (
     AnswerSizes,
     CanvasLayout,
+    FirstRows,
     ScheduledRequest,
     ScheduledRows,
-    SeedRows,
     from_first_free,
 )
 
@@ -100,9 +100,8 @@ class AlignedBlock(CanvasLayout):
 class BlockAfterPrompt(AlignedBlock):
     """Blocks counted from the end of the prompt, so that its first block is the short one.
 
-    Keys and values of a prompt depend on its length, so that a prefix is shared by prompts alone
-    whose lengths leave the same remainder. The last block is as short as what is left of the
-    answer.
+    Keys and values of a prompt depend on its length, so that prompts share a prefix only if their
+    lengths leave the same remainder. The last block is as short as what is left of the answer.
     """
 
     summary: ClassVar[str] = "counted from the end of the prompt; in both directions"
@@ -139,35 +138,35 @@ class BlockAfterPrompt(AlignedBlock):
         return spans
 
 
-def _seeds(draws: RowDraws, seeds: SeedRows, length: int) -> RowDraws:
+def _first_token_draws(draws: RowDraws, first: FirstRows, length: int) -> RowDraws:
     """Set the noise keys of first tokens: step 0 of the canvas, at a position after its end."""
-    is_seed = seeds.either()
+    is_first = first.either()
     return draws._replace(
-        canvas_idx=draws.canvas_idx + seeds.committed().to(torch.int32),
-        step=torch.where(is_seed, 0, draws.step),
-        position=torch.where(is_seed, length, draws.position),
+        canvas_idx=draws.canvas_idx + first.committed().to(torch.int32),
+        step=torch.where(is_first, 0, draws.step),
+        position=torch.where(is_first, length, draws.position),
     )
 
 
 @dataclass(frozen=True)
-class SeededBlock(CanvasLayout):
-    """Layout of canvases after causal tokens, whose last row predicts the first token, the *seed*.
+class FirstTokenBlock(CanvasLayout):
+    """Layout of canvases after causal tokens, of which the last row predicts the first token.
 
-    The pass that commits a canvas is causal too, and its last row predicts the next canvas's seed.
-    So no canvas shares a pass with the tokens before it.
+    The pass that commits a canvas is causal too, and its last row predicts the first token of the
+    next canvas. So no canvas shares a pass with the tokens before it.
     """
 
     summary: ClassVar[str] = f"{CanvasLayout.summary}; the first token from the encoding pass"
-    is_seeded = True
+    draws_first_token = True
 
-    def shift(self, position: Tensor, seeds: SeedRows) -> Tensor:
-        return seeds.either().to(position.dtype)
+    def shift(self, position: Tensor, first: FirstRows) -> Tensor:
+        return first.either().to(position.dtype)
 
-    def seed_position(self, num_final: Tensor) -> Tensor:
+    def predicting_position(self, num_final: Tensor) -> Tensor:
         return (num_final - 1).clamp(min=0)
 
-    def draws(self, draws: RowDraws, seeds: SeedRows, drawn_at: Callable[[], Tensor]) -> RowDraws:
-        return _seeds(draws, seeds, self.length)
+    def draws(self, draws: RowDraws, first: FirstRows, drawn_at: Callable[[], Tensor]) -> RowDraws:
+        return _first_token_draws(draws, first, self.length)
 
 
 @dataclass(frozen=True)
@@ -183,20 +182,20 @@ class ShiftedBlock(AlignedBlock):
         f"{AlignedBlock.summary}; the first token from the encoding pass; rows shifted by one"
     )
 
-    is_seeded = True
+    draws_first_token = True
     predicts_next = True
 
-    def shift(self, position: Tensor, seeds: SeedRows) -> Tensor:
-        return torch.where(seeds.seeding(), 1, torch.where(position == 0, self.length, 0))
+    def shift(self, position: Tensor, first: FirstRows) -> Tensor:
+        return torch.where(first.last_known(), 1, torch.where(position == 0, self.length, 0))
 
-    def seed_position(self, num_final: Tensor) -> Tensor:
+    def predicting_position(self, num_final: Tensor) -> Tensor:
         return torch.zeros_like(num_final)
 
-    def draws(self, draws: RowDraws, seeds: SeedRows, drawn_at: Callable[[], Tensor]) -> RowDraws:
-        is_seed = seeds.either()
-        scale = torch.where(is_seed, 0.0, draws.request_temperature)
+    def draws(self, draws: RowDraws, first: FirstRows, drawn_at: Callable[[], Tensor]) -> RowDraws:
+        is_first = first.either()
+        scale = torch.where(is_first, 0.0, draws.request_temperature)
         draws = draws._replace(request_temperature=scale)
-        return _seeds(draws, seeds, self.length)
+        return _first_token_draws(draws, first, self.length)
 
 
 _ALL_AT_ONCE = (
@@ -207,7 +206,7 @@ _NO_TOKEN = "is not supported by this server's rule, whose drafts change no toke
 
 
 @dataclass(frozen=True)
-class VerifiedDraft(SeededBlock):
+class VerifiedDraft(FirstTokenBlock):
     """Layout of drafts after a certain first token; each row of a commit draws the next token.
 
     Tokens are those of drawing one after another, so their noise is keyed by the position in the
@@ -242,11 +241,11 @@ class VerifiedDraft(SeededBlock):
         _NO_TOKEN,
     )
 
-    def draws(self, draws: RowDraws, seeds: SeedRows, drawn_at: Callable[[], Tensor]) -> RowDraws:
-        is_seed = seeds.either()
+    def draws(self, draws: RowDraws, first: FirstRows, drawn_at: Callable[[], Tensor]) -> RowDraws:
+        is_first = first.either()
         zero = torch.zeros_like(draws.step)
         return draws._replace(
-            request_temperature=torch.where(is_seed, draws.request_temperature, 0.0),
+            request_temperature=torch.where(is_first, draws.request_temperature, 0.0),
             canvas_idx=zero,
             step=zero,
             position=drawn_at().to(torch.int32),

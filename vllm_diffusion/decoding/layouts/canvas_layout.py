@@ -80,21 +80,21 @@ class AnswerSizes(NamedTuple):
     block_length: int
 
 
-class SeedRows(NamedTuple):
-    """Rows of a pass that draw the first token of the next canvas, where canvases have a seed.
+class FirstRows(NamedTuple):
+    """Rows of a pass that may draw the first token of the next canvas.
 
     Attributes:
         committed: Computes [N], bool: rows of canvases that the pass commits.
-        seeding: Computes [N], bool: rows of known tokens, of which each draws the first token of
-            the canvas that begins after it.
+        last_known: Computes [N], bool: rows of last known tokens, each of which draws the first
+            token of the canvas after it.
     """
 
     committed: Callable[[], Tensor]
-    seeding: Callable[[], Tensor]
+    last_known: Callable[[], Tensor]
 
     def either(self) -> Tensor:
         """[N], bool: the rows of both kinds."""
-        return self.committed() | self.seeding()
+        return self.committed() | self.last_known()
 
 
 class ScheduledRows(NamedTuple):
@@ -141,8 +141,8 @@ class CanvasLayout:
         refused_fields: Request fields that this layout cannot honour, each with the reason.
         refused_arguments: Names of ``diffusion_*`` arguments, without that prefix, that it cannot
             honour, each with the reason and the remedy.
-        is_seeded: True if the pass that writes the keys and values before a canvas draws its first
-            token, the *seed*.
+        draws_first_token: True if the pass that writes the keys and values before a canvas draws
+            its first token.
         verifies: True if the commit keeps only the tokens of a canvas that its own rows draw.
         has_spans: True if known tokens attend in both directions within spans: see
             :meth:`row_spans`.
@@ -164,7 +164,7 @@ class CanvasLayout:
     summary: ClassVar[str] = "where the known tokens end; causal after them"
     refused_fields: ClassVar[Mapping[str, str]] = {}
     refused_arguments: ClassVar[Mapping[str, str]] = {}
-    is_seeded: ClassVar[bool] = False
+    draws_first_token: ClassVar[bool] = False
     verifies: ClassVar[bool] = False
     has_spans: ClassVar[bool] = False
     narrows: ClassVar[bool] = True
@@ -277,7 +277,8 @@ class CanvasLayout:
         return num_canvas
 
     def first_sampled(self, num_given: Positions) -> Positions:
-        """Return the position of each canvas whose row is the first of these, as ``num_given``.
+        """Return the first position of each canvas with a sampled row, in the type of
+        ``num_given``.
 
         Args:
             num_given: Given positions of each canvas, or of one.
@@ -293,19 +294,19 @@ class CanvasLayout:
         """
         return torch.where(is_committed(), 0, num_canvas)
 
-    def shift(self, position: Tensor, seeds: SeedRows) -> Tensor:
+    def shift(self, position: Tensor, first: FirstRows) -> Tensor:
         """Return how many positions after each sampled row the token stands that it draws, [N],
         int.
 
         A token that stands at the end of a canvas or after it is the next canvas's first one.
 
         Args:
-            position: [N], int, position of each row in its canvas; 0 where it is ``seeding``.
-            seeds: Which of the rows draw such a token.
+            position: [N], int, position of each row in its canvas; 0 where it is ``last_known``.
+            first: Which of the rows draw such a token.
         """
         return torch.zeros_like(position)
 
-    def seed_position(self, num_final: Tensor) -> Tensor:
+    def predicting_position(self, num_final: Tensor) -> Tensor:
         """Return the position of a committed canvas whose row draws the next one's first token,
         [R], int.
 
@@ -313,18 +314,18 @@ class CanvasLayout:
             num_final: [R], int32: result of :meth:`num_final`.
 
         Returns:
-            Any position if canvases begin as noise: see :attr:`is_seeded`.
+            Any position if canvases begin as noise: see :attr:`draws_first_token`.
         """
         return torch.zeros_like(num_final)
 
     # The sampler.
 
-    def draws(self, draws: RowDraws, seeds: SeedRows, drawn_at: Callable[[], Tensor]) -> RowDraws:
+    def draws(self, draws: RowDraws, first: FirstRows, drawn_at: Callable[[], Tensor]) -> RowDraws:
         """Return the temperatures and noise keys of the rows of a pass.
 
         Args:
             draws: Values for N rows of canvases.
-            seeds: Which of the rows draw the first token of the next canvas.
+            first: Which of the rows draw the first token of the next canvas.
             drawn_at: Computes [N], int64: position in its sequence of the token that each row
                 draws.
         """

@@ -15,10 +15,10 @@ from torch import Tensor
 from vllm_diffusion.decoding.layouts.canvas_layout import (
     AnswerSizes,
     CanvasLayout,
+    FirstRows,
     Positions,
     ScheduledRequest,
     ScheduledRows,
-    SeedRows,
     from_first_free,
 )
 
@@ -89,7 +89,7 @@ class ShiftedSequence(WholeSequence):
     summary: ClassVar[str] = f"{WholeSequence.summary}; rows shifted by one"
     predicts_next = True
 
-    def shift(self, position: Tensor, seeds: SeedRows) -> Tensor:
+    def shift(self, position: Tensor, first: FirstRows) -> Tensor:
         return torch.zeros_like(position)
 
 

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 _STAGING = ".staging"
 # Bytes of hidden states that may be staged at a time, in addition to the written ones.
 _BATCH_BYTES = 256 * 2**20
-# KV caches whose keys and values the target was run with by its publisher or by many: the outputs
-# of layers after them are its own. Hidden states themselves are kept unquantised with each.
+# Types of KV cache that publishers or many servers run targets with: with others the outputs of
+# layers would not be the target's. Hidden states themselves are kept unquantised with each.
 _CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc")
 # Why exchanges are left out, in the command's words.
 _REPEATED, _TOO_LONG, _NO_ROOM = "repeat another", "are too long", "have no room (--disk-gib)"

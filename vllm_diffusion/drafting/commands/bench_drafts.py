@@ -20,8 +20,8 @@ from vllm_diffusion.cli.console import add_verbose, say
 from vllm_diffusion.drafting.commands.contenders import (
     DFLASH,
     EXACT,
-    RULES,
     TINY_METHODS,
+    WAYS,
     contenders,
     named_draft,
     named_method,
@@ -51,8 +51,8 @@ def add_parser(subcommands: Subcommands) -> None:
         help="measure drafts against none, or a diffusion model's ways to decode",
         description="Serve a target in several ways, ask all servers the same, and compare tokens a second, time to the "
         "first token, and what verifications kept, as the servers' own counters have it: an autoregressive target "
-        "without a draft and with several, or a diffusion model by several of its rules. Without arguments: the tiny "
-        "pair that comes with this package. Exit status 1 if a server failed, or if answers of rules differ that are "
+        "without a draft and with several, or a diffusion model in several of its ways. Without arguments: the tiny "
+        "pair that comes with this package. Exit status 1 if a server failed, or if answers of ways differ that are "
         "promised to be the same.",
         epilog="Other options, after these, are those of `vllm serve`: --max-model-len 4096.",
         allow_abbrev=False,
@@ -61,15 +61,15 @@ def add_parser(subcommands: Subcommands) -> None:
         "target",
         nargs="?",
         type=values.model,
-        help="what `vllm serve` takes; default: the tiny target, or for rules the tiny DiffusionGemma",
+        help="what `vllm serve` takes; default: the tiny target, or for ways the tiny DiffusionGemma",
     )
     draft = "DFlash drafts, and METHOD=MODEL for other methods of vLLM's, such as eagle3=MODEL"
     method = (
         "only these: dflash, adaptive (DFlash with as many tokens as pay), ngram, eagle3, draft_model, or another "
-        f"of vLLM's; default: ngram, and those of --draft. Or rules of a diffusion model: {' '.join(RULES)}. With "
+        f"of vLLM's; default: ngram, and those of --draft. Or ways of a diffusion model: {' '.join(WAYS)}. With "
         "settings: dflash,steps=2 or linear_spec,draft_length=8"
     )
-    concurrency = "requests at a time (1 8; for rules 1 8 32)"
+    concurrency = "requests at a time (1 8; for ways 1 8 32)"
     for option, read, metavar, meaning in (
         ("--draft", named_draft, "MODEL", draft),
         ("--method", named_method, "METHOD", method),
@@ -97,19 +97,19 @@ def add_parser(subcommands: Subcommands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     target, drafts, methods = arguments.target, arguments.draft, arguments.method
-    has_rules = any(method.name in RULES for method in methods)
-    concurrencies = tuple(dict.fromkeys(arguments.concurrency)) or (1, 8, 32)[: 2 + has_rules]
+    has_ways = any(method.name in WAYS for method in methods)
+    concurrencies = tuple(dict.fromkeys(arguments.concurrency)) or (1, 8, 32)[: 2 + has_ways]
     options = arguments.vllm_options
     if target is None:
         options = [*_SMALL, "--max-num-seqs", str(max(16, *concurrencies)), *options]
-        if has_rules:
+        if has_ways:
             target, options = str(shipped_checkpoint()), [*_NO_PICTURES, *options]
         else:
             target = str(shipped_checkpoint(DRAFTED_FAMILY))
             drafts = [*drafts, (DFLASH, str(shipped_draft(DRAFTED_FAMILY)))]
             methods = methods or map(named_method, TINY_METHODS)
     prompts = given_prompts(arguments, [] if arguments.target else [TINY_TASKS])
-    if has_rules:
+    if has_ways:
         # One task, and enough of it that as many requests run at a time as are requested.
         num_prompts = max(*concurrencies, len(prompts))
         prompts = [replace(each, task="all") for each in islice(cycle(prompts), num_prompts)]
@@ -145,7 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     say("")
     print(f"{heading}\n\n{tables(results, plan)}")
-    is_broken = has_rules and _differ(results, plan)
+    is_broken = has_ways and _differ(results, plan)
     if arguments.json is not None:
         content = {"about": heading, "results": [asdict(result) for result in results]}
         arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -153,10 +153,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _differ(results: Sequence[Result], plan: Plan) -> bool:
-    """Print whether rules that are promised to answer alike did, and return true if they did
-    not.
-    """
-    exact = [each for each in results if each.contender.rule in EXACT and not each.failure]
+    """Print whether ways that are promised to answer alike did, and return true if they did not."""
+    exact = [each for each in results if each.contender.way in EXACT and not each.failure]
     if plan.temperature or len(exact) < 2:
         print(f"No answers were compared: those of {' and '.join(EXACT)} at temperature 0 are.")
         return False

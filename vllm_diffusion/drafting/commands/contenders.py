@@ -1,5 +1,5 @@
-"""Ways to serve a target, each as the options of a server: with a draft, or by a rule of a
-diffusion model's own.
+"""Servers of a target that are compared, each by its options: with a draft, or with a diffusion
+model's own way to decode.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ METHODS = (
     *(DFLASH, ADAPTIVE, NGRAM, "eagle3", "draft_model"),
     *("dspark", "eagle", "mtp", "ngram_gpu", "suffix"),
 )
-# Rules of a diffusion model, in the order of the tables; the first two answer alike.
+# Ways of a diffusion model, in the order of the tables; the first two answer alike.
 EXACT = ("autoregressive", "linear_spec")
-RULES = (*EXACT, DIFFUSION, MIXED)
+WAYS = (*EXACT, DIFFUSION, MIXED)
 # What the tiny pair is measured with.
 TINY_METHODS = (DFLASH, "dflash,steps=2", "dflash,steps=4", ADAPTIVE)
 # Those whose tokens come from the text so far, or from the target's own heads.
@@ -33,13 +33,13 @@ _NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 
 
 class Method(NamedTuple):
-    """A way to serve a target, as a command line names it.
+    """A server of a target, as a command line names it.
 
     Attributes:
         text: As it was typed, the name of its server.
-        name: One of :data:`METHODS` or :data:`RULES`, or a name in ``_mtp``.
+        name: One of :data:`METHODS` or :data:`WAYS`, or a name in ``_mtp``.
         settings: For DFlash of ``drafting``, for another draft of ``--speculative-config``, for a
-            rule of ``diffusion``.
+            way of ``diffusion``.
     """
 
     text: str
@@ -54,11 +54,11 @@ def named_method(value: str) -> Method:
         Refusal: If there is no such method, or a setting has no name or no value.
     """
     name, *pairs = value.split(",")
-    is_known = name in (*METHODS, *RULES) or name.endswith("_mtp")
+    is_known = name in (*METHODS, *WAYS) or name.endswith("_mtp")
     split = [pair.partition("=") for pair in pairs]
     if not is_known or not all(key and text for key, _, text in split):
         raise values.Refusal(
-            f"{value!r} must be one of {', '.join((*METHODS, *RULES))}, or a name in _mtp, perhaps with "
+            f"{value!r} must be one of {', '.join((*METHODS, *WAYS))}, or a name in _mtp, perhaps with "
             "settings: dflash,steps=2."
         )
     settings: dict[str, Any] = {}
@@ -85,22 +85,22 @@ def contenders(methods: Sequence[Method], given: Sequence[tuple[str, str]]) -> l
     """Return servers, the one that the others are compared with first.
 
     Args:
-        methods: Ways to serve the target; empty for all drafts that have what they need. Rules, or
-            drafts, to which the server without one is added.
+        methods: Servers to compare; empty for all drafts that have what they need. Ways, or drafts,
+            to which the server without one is added.
         given: Method and model of each draft.
 
     Raises:
-        UsageError: If a method has no draft, a draft cannot be read, or there are rules and drafts.
+        UsageError: If a method has no draft, a draft cannot be read, or there are ways and drafts.
     """
     methods = list({method.text: method for method in methods}.values())
-    rules = [method for method in methods if method.name in RULES]
-    if rules and (given or len(rules) < len(methods)):
+    ways = [method for method in methods if method.name in WAYS]
+    if ways and (given or len(ways) < len(methods)):
         raise values.UsageError(
-            f"--method {rules[0].text} is for diffusion models, which take no draft; measure drafts in a "
+            f"--method {ways[0].text} is for diffusion models, which take no draft; measure drafts in a "
             "separate run."
         )
-    if rules:
-        return [_by_rule(rule) for rule in sorted(rules, key=lambda each: RULES.index(each.name))]
+    if ways:
+        return [_by_way(way) for way in sorted(ways, key=lambda each: WAYS.index(each.name))]
     drafts: dict[str, list[str]] = {}
     for name, model in given:
         drafts.setdefault(name, []).append(model)
@@ -127,13 +127,13 @@ def contenders(methods: Sequence[Method], given: Sequence[tuple[str, str]]) -> l
     return entrants
 
 
-def _by_rule(method: Method) -> Contender:
-    """Return the server of a rule; one without a rule has the model's own."""
-    text, rule, settings = method
+def _by_way(method: Method) -> Contender:
+    """Return the server of one way, or of all of them by turns."""
+    text, way, settings = method
     chosen: dict[str, dict[str, Any]] = {DIFFUSION: {}, MIXED: {"rules": "all"}}
-    section = chosen.get(rule, {"rule": rule}) | settings
+    section = chosen.get(way, {"rule": way}) | settings
     options = ("--additional-config", json.dumps({"diffusion": section})) if section else ()
-    return Contender(text, options, rule, ("", *EXACT) if rule == MIXED else ("",))
+    return Contender(text, options, way, ("", *EXACT) if way == MIXED else ("",))
 
 
 def _dflash_options(model: str, settings: dict[str, Any]) -> tuple[str, ...]:

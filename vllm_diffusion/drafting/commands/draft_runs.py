@@ -41,19 +41,19 @@ _REASONS = (r"vllm-diffusion: .*", r"vllm[\w. ]*: error: \S.*", _ERROR)
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to serve the target.
+    """A server of the target.
 
     Attributes:
         options: Options of ``vllm serve``, in addition to those of all.
-        rule: By which a model of this package is served, where rules are compared; empty where
-            drafts are.
+        way: Way in which a diffusion model decodes, where ways are compared; empty where drafts
+            are.
         by_turns: Ways that its requests choose, one after another and again; an empty one chooses
             none.
     """
 
     name: str
     options: tuple[str, ...] = ()
-    rule: str = ""
+    way: str = ""
     by_turns: tuple[str, ...] = ("",)
 
 

@@ -10,7 +10,7 @@ from vllm_diffusion.drafting.accepted import Verifications
 from vllm_diffusion.drafting.commands.draft_runs import Plan, Result, Round, verifications
 
 _NOT_KNOWN = "-"
-# A diffusion model's own rule, and all of its rules by turns; its others verify each token.
+# A diffusion model's own way, and all of its ways by turns; its others verify each token.
 DIFFUSION, MIXED = "diffusion", "mixed"
 
 
@@ -82,7 +82,7 @@ def _same_tokens(result: Result, baseline: Result, plan: Plan) -> bool | None:
     """Return whether greedy answers are the same; ``None`` where it is not promised: a canvas has
     another law.
     """
-    has_canvases = {DIFFUSION, MIXED} & {result.contender.rule, baseline.contender.rule}
+    has_canvases = {DIFFUSION, MIXED} & {result.contender.way, baseline.contender.way}
     if plan.temperature or baseline.failure or has_canvases:
         return None
     return result.answers_as(baseline)
@@ -97,7 +97,7 @@ def _speed(result: Result, baseline: Result, concurrency: int) -> dict[str, str]
     # Mean over all requests.
     first_token = sum(n.first_token_seconds for n in counts) / sum(n.requests for n in counts)
     row = {
-        "way" if result.contender.rule else "draft": result.contender.name,
+        "way" if result.contender.way else "draft": result.contender.name,
         "tokens/s": f"{median(rates(rounds)):.1f}",
         "ratio": f"{median(times):.2f}" if times else _NOT_KNOWN,
         "from..to": f"{min(times):.2f}..{max(times):.2f}" if times else _NOT_KNOWN,
@@ -105,7 +105,7 @@ def _speed(result: Result, baseline: Result, concurrency: int) -> dict[str, str]
         "first token ms": f"{1000 * first_token:.1f}",
     }
     verified = verifications(rounds)
-    if not result.contender.rule:
+    if not result.contender.way:
         return row | {"tokens/verification": _tokens(verified)}
     tokens = sum(n.tokens for n in counts)
     return row | {

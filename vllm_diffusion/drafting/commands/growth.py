@@ -12,7 +12,7 @@ from vllm_diffusion.drafting.accepted import Verifications
 if TYPE_CHECKING:
     from prometheus_client.samples import Sample
 
-# Counters of a draft model, and of a rule whose canvases are drafts: a server has one of the two.
+# Counters of a draft model, and of ``linear_spec``: a server has one of the two.
 _VERIFIED = ("vllm:spec_decode_num_drafts_total", "vllm_diffusion:verifications_total")
 _KEPT = (
     "vllm:spec_decode_num_accepted_tokens_per_pos_total",

@@ -158,8 +158,8 @@ class DraftSwaps:
     async def _paused(self) -> AsyncIterator[None]:
         """Pause the engine between two passes, with every cache empty.
 
-        Requests in flight keep their tokens, whose cache is computed anew, so that it is the new
-        draft's, and no proposal of the old draft is verified afterwards.
+        Requests in flight keep their tokens. Their cache is computed anew: otherwise the new draft
+        would read the old one's keys and values, and a proposal of the old one would be verified.
         """
         try:
             await self._engine.pause_generation(mode="keep")

@@ -1,9 +1,9 @@
 """A2D: autoregressive models trained further to diffuse, as BD3LM or as MDLM; masks revealed by
 probability.
 
-BD3LM's blocks of 32 are counted from the end of the prompt and attend in both directions, the
-prompt's too, whose first block is the short one. MDLM attends over the whole sequence, blocks of
-128 after the one that is denoised too.
+BD3LM's blocks of 32 are counted from the end of the prompt and attend in both directions; so do the
+prompt's own blocks, of which the first is the short one. MDLM attends over the whole sequence, with
+the blocks of 128 after the one that is denoised.
 
 Source: ZHZisZZ/dllm at ca17675, ``bd3lm.py``, ``mdlm.py`` and ``utils.py`` of
 ``dllm/core/samplers``, with their defaults: 128 steps for 128 tokens, which are as many for each

@@ -45,9 +45,9 @@ from vllm_diffusion.families.diffusion_gemma.adapters import (
 from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaTensors
 from vllm_diffusion.weights.adapters import checking_manager
 from vllm_diffusion.weights.adapters.checking_manager import Adaptable
+from vllm_diffusion.weights.checkpoint_tensors import spell_out_patterns
 from vllm_diffusion.weights.formats import FLOATS
 from vllm_diffusion.weights.loading import checked_loading
-from vllm_diffusion.weights.tensor_rules import spell_out_patterns
 from vllm_diffusion.weights.weight_files import stored_tensors, weight_files
 
 # A tower is quantised only where its matrices divide into the blocks of the quantised formats.

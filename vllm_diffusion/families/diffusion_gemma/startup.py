@@ -32,7 +32,7 @@ from vllm_diffusion.startup.denoising_settings import (
     generation_config,
 )
 from vllm_diffusion.startup.engine_config import BlockDiffusionEngineConfig, PublishedRule
-from vllm_diffusion.weights.tensor_rules import Shape, TensorRules
+from vllm_diffusion.weights.checkpoint_tensors import CheckpointTensors, Shape
 
 if TYPE_CHECKING:
     from vllm.config import DiffusionConfig, ModelConfig, VllmConfig
@@ -185,8 +185,8 @@ DECODER = "model.decoder."
 SHARED = "model."
 
 
-class DiffusionGemmaTensors(TensorRules):
-    """Tensor rules of the model that ``transformers`` makes of a configuration."""
+class DiffusionGemmaTensors(CheckpointTensors):
+    """Tensors of the model that ``transformers`` makes of a configuration."""
 
     has_fused_experts = True
 
@@ -278,7 +278,7 @@ class DiffusionGemmaEngineConfig(BlockDiffusionEngineConfig):
         return CanvasSpec.of(layout, rule, max_steps, of_rule)
 
     @classmethod
-    def tensor_rules(cls) -> TensorRules:
+    def checkpoint_tensors(cls) -> CheckpointTensors:
         return DiffusionGemmaTensors()
 
 

@@ -20,8 +20,8 @@ are ``dynamic``, ``static`` and ``sequential`` here. It differs:
 - At temperature 0 a probability is the plain one; there ``top_k`` and ``top_p`` act on it.
 - The mask token is never drawn, an answer ends with its first end token, and among equally
   confident positions the leftmost comes first.
-- ``entropy_bounded`` is left out: its bound is of ``p log p`` of the drawn token alone, which is no
-  entropy.
+- ``entropy_bounded`` is left out: its bound is of ``p log p`` of the drawn token alone, which is
+  not an entropy.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ differs:
 
 LLaDA-MoE has the same loop; ``logits_eos_inf`` and ``confidence_eos_eot_inf`` name tokens of
 LLaDA-8B's vocabulary there, and are left out. Its layers, by ``modeling_lladamoe.py`` as
-ZHZisZZ/dllm has it at ca17675, are a Qwen3-MoE's whose weights of experts are not normalised,
+ZHZisZZ/dllm has it at ca17675, are a Qwen3-MoE's, but weights of experts are not normalised,
 whatever ``norm_topk_prob`` is in ``config.json``.
 """
 
@@ -35,7 +35,7 @@ from vllm_diffusion.decoding.layouts import SequenceOfBlocks
 from vllm_diffusion.decoding.reveal_in_blocks import RevealEndsLast, RevealInBlocks
 from vllm_diffusion.startup.engine_config import PublishedRule
 from vllm_diffusion.startup.whole_sequences import WholeSequenceEngineConfig
-from vllm_diffusion.weights.tensor_rules import BodyTensors, TensorRules
+from vllm_diffusion.weights.checkpoint_tensors import BodyTensors, CheckpointTensors
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -227,7 +227,7 @@ class LLaDAEngineConfig(WholeSequenceEngineConfig):
         return replace(published, rule=partial(published.rule, **of_checkpoint))
 
     @classmethod
-    def tensor_rules(cls) -> TensorRules:
+    def checkpoint_tensors(cls) -> CheckpointTensors:
         return _Tensors("LlamaForCausalLM")
 
 

@@ -2,8 +2,8 @@
 
 Blocks are counted from the start of the prompt and attend in both directions, the prompt's too. All
 checkpoints have the same architecture and layout. Those with ``expert_capacity`` in ``config.json``
-are 2.2's, whose experts are chosen by block, and have a rule of their own; of the others 2.1's rule
-serves those whose name has "LLaDA2.1", and any other with the setting ``rule``.
+are 2.2's, which chooses experts by block and has a rule of its own. Of the others, 2.1's rule
+serves those with "LLaDA2.1" in their name, and any with the setting ``rule``.
 
 Source: ``modeling_llada2_moe.py`` of inclusionAI/LLaDA2.0-mini and LLaDA2.1-mini as found in public
 copies. 2.2's file was not found: its loop and routing are those that FLX-OSS/FluxServe describes
@@ -44,7 +44,7 @@ from vllm_diffusion.decoding.rule import INT32_MAX, Setting
 from vllm_diffusion.startup.engine_config import PublishedRule
 from vllm_diffusion.startup.masked_models import MaskedEngineConfig
 from vllm_diffusion.startup.plugin_settings import OPTION, PluginSettings
-from vllm_diffusion.weights.tensor_rules import Shape, TensorRules
+from vllm_diffusion.weights.checkpoint_tensors import CheckpointTensors, Shape
 
 if TYPE_CHECKING:
     from vllm.config import DiffusionConfig, ModelConfig
@@ -177,7 +177,7 @@ class LLaDA2EngineConfig(MaskedEngineConfig):
         return spec
 
     @classmethod
-    def tensor_rules(cls) -> TensorRules:
+    def checkpoint_tensors(cls) -> CheckpointTensors:
         return LLaDA2Tensors()
 
 
@@ -207,7 +207,7 @@ def _expert_capacity(model_config: ModelConfig) -> Any:
     return getattr(model_config.hf_config, "expert_capacity", None)
 
 
-class LLaDA2Tensors(TensorRules):
+class LLaDA2Tensors(CheckpointTensors):
     """Names and shapes as published; experts fused here, and one by one in the files."""
 
     unquantised = ("word_embeddings.weight", "mlp.gate.weight")

@@ -1,7 +1,7 @@
 """MinerU-Diffusion: pages of documents to text, in blocks of 32 masks, revealed by confidence.
 
 Pictures are tokens of the prompt, at positions like others. Blocks are counted from the end of the
-prompt and attend in both directions, the prompt's too, whose first block is the short one.
+prompt and attend in both directions; so do the prompt's own, of which the first is the short one.
 
 Source: opendatalab/MinerU-Diffusion at 8d456f1, ``mineru_diffusion/modeling_mineru_diffusion.py``
 with the settings of ``engines/hf/runner.py``: 32 steps, temperature 1, threshold 0.95. It differs:
@@ -15,10 +15,10 @@ with the settings of ``engines/hf/runner.py``: 32 steps, temperature 1, threshol
   it.
 - A transparent picture is laid on white; there its transparency is dropped, and the colour below
   shows.
-- An answer ends with its first end token; there with the first ``<|endoftext|>``, or else
-  ``<|im_end|>``, after whose block the loop ends, and the runner cuts what is printed at the first
-  of both. The texts are of one token each, which end an answer here too, whatever
-  ``generation_config.json`` names.
+- An answer ends with its first end token. There the loop ends after the block with the first
+  ``<|endoftext|>`` or else ``<|im_end|>``, and the runner cuts what is printed at the first of
+  both. Each text is one token, which ends an answer here too, whatever ``generation_config.json``
+  names.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from vllm_diffusion.decoding.layouts import BlockAfterPrompt
 from vllm_diffusion.decoding.reveal import Reveal
 from vllm_diffusion.startup.engine_config import PublishedRule
 from vllm_diffusion.startup.masked_models import MaskedEngineConfig
-from vllm_diffusion.weights.tensor_rules import BodyTensors, Shape, TensorRules
+from vllm_diffusion.weights.checkpoint_tensors import BodyTensors, CheckpointTensors, Shape
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -77,8 +77,8 @@ class MinerUDiffusionConfig(Qwen2VLConfig):
         super().__post_init__(**kwargs)
 
 
-class MinerUTensors(TensorRules):
-    """Tensor rules of the publisher's modules: a tower without its end, a projector and a Qwen3."""
+class MinerUTensors(CheckpointTensors):
+    """Tensors of the publisher's modules: a tower without its end, a projector and a Qwen3."""
 
     def shapes(self, config: Any) -> dict[str, Shape]:
         from transformers.models.qwen2_vl.modeling_qwen2_vl import (
@@ -140,5 +140,5 @@ class MinerUEngineConfig(MaskedEngineConfig):
             )
 
     @classmethod
-    def tensor_rules(cls) -> TensorRules:
+    def checkpoint_tensors(cls) -> CheckpointTensors:
         return MinerUTensors()

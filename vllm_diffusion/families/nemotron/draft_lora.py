@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_diffusion.weights.adapters.rules import (
+from vllm_diffusion.weights.adapters.support import (
     CONFIG,
     WEIGHTS,
-    AdapterRules,
+    AdapterSupport,
     Module,
     read_config,
     read_pairs,
@@ -56,7 +56,7 @@ def find_draft_lora(model_config: ModelConfig) -> DraftLora | None:
     module = Module(config.hidden_size, config.num_attention_heads * config.head_dim)
     modules = {_MODULE.format(layer=layer): module for layer in range(config.num_hidden_layers)}
     try:
-        AdapterRules(modules, max_rank=config.hidden_size).check(str(folder))
+        AdapterSupport(modules, max_rank=config.hidden_size).check(str(folder))
     except ValueError as error:
         raise ValueError(f"{error} For drafts, {_ADVICE}.") from None
     if missing := modules.keys() - read_pairs(folder).keys():

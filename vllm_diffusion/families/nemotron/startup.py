@@ -1,15 +1,15 @@
 """Nemotron-Labs-Diffusion: blocks of 32 after a causal context; drafts of 32; one token after
 another.
 
-A block starts where the known tokens end. Its first token, the seed, comes from the causal pass
-that writes their keys and values: over the prompt, then over each finished block. The others start
-as masks, and are revealed by the model's own probability, whatever the temperature. A block ends
-early at an end token with no mask before it.
+A block starts where the known tokens end. Its first token comes from the causal pass that writes
+their keys and values: over the prompt, then over each finished block. The others start as masks,
+and are revealed by the model's own probability, whatever the temperature. A block ends early at an
+end token with no mask before it.
 
-With the rule ``linear_spec`` a block is a draft after its seed, and the causal pass keeps what it
-agrees with (``decoding/reveal.py``); the adapter ``linear_spec_lora``, a folder of PEFT's next to
-the weights that adapts each layer's ``o_proj``, acts on the draft. With ``autoregressive`` vLLM
-serves an ordinary causal model.
+With the rule ``linear_spec`` a block is a draft after its first token, and the causal pass keeps
+what it agrees with (``decoding/reveal.py``); the adapter ``linear_spec_lora``, a folder of PEFT's
+next to the weights that adapts each layer's ``o_proj``, acts on the draft. With ``autoregressive``
+vLLM serves an ordinary causal model.
 
 Source: ``modeling_nemotron_labs_diffusion.py`` of nvidia/Nemotron-Labs-Diffusion, as found in
 public copies; mlx-vlm's ``models/nemotron_labs_diffusion`` at 9b13f522 does the same. It differs:
@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 
 from transformers import Ministral3Config
 
-from vllm_diffusion.decoding.layouts import SeededBlock, VerifiedDraft
+from vllm_diffusion.decoding.layouts import FirstTokenBlock, VerifiedDraft
 from vllm_diffusion.decoding.reveal import LinearSpec, Reveal
 from vllm_diffusion.decoding.rule import AUTOREGRESSIVE, FLOAT32_MAX, Setting
 from vllm_diffusion.families.nemotron.draft_lora import FOLDER, find_draft_lora
@@ -40,7 +40,7 @@ from vllm_diffusion.startup.engine_config import PublishedRule
 from vllm_diffusion.startup.masked_models import MaskedEngineConfig
 from vllm_diffusion.startup.plan import spec_of
 from vllm_diffusion.startup.plugin_settings import OPTION
-from vllm_diffusion.weights.tensor_rules import BodyTensors, TensorRules
+from vllm_diffusion.weights.checkpoint_tensors import BodyTensors, CheckpointTensors
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -76,7 +76,7 @@ class NemotronLabsDiffusionEngineConfig(MaskedEngineConfig):
     has_autoregressive_mode = True
     mask_token_id = 100
     block_length = 32
-    layout = SeededBlock
+    layout = FirstTokenBlock
 
     @classmethod
     def default_rule(cls, model_config: ModelConfig) -> str:
@@ -137,6 +137,6 @@ class NemotronLabsDiffusionEngineConfig(MaskedEngineConfig):
             )
 
     @classmethod
-    def tensor_rules(cls) -> TensorRules:
+    def checkpoint_tensors(cls) -> CheckpointTensors:
         prefixes = {"model.": "encoder.", "lm_head.": "diffusion_head."}
         return BodyTensors("Ministral3ForCausalLM", prefixes)

@@ -17,8 +17,8 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.layers.fused_moe import MoERunner
 
 from vllm_diffusion.hooks.replacement import replaces_call
-from vllm_diffusion.weights.adapters.early_checks import rules_of
-from vllm_diffusion.weights.adapters.rules import AdapterRules
+from vllm_diffusion.weights.adapters.early_checks import support_of
+from vllm_diffusion.weights.adapters.support import AdapterSupport
 from vllm_diffusion.weights.weight_files import is_of_adapter
 
 
@@ -55,8 +55,8 @@ def install() -> None:
 def _checking_where_there_are_rules(
     stock: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any
 ) -> Any:
-    has_rules = rules_of(vllm_config.model_config) is not None
-    return (CheckingAdapterManager if has_rules else stock)(vllm_config, *args, **kwargs)
+    has_support = support_of(vllm_config.model_config) is not None
+    return (CheckingAdapterManager if has_support else stock)(vllm_config, *args, **kwargs)
 
 
 class CheckingAdapterManager(LRUCacheWorkerLoRAManager):
@@ -64,7 +64,7 @@ class CheckingAdapterManager(LRUCacheWorkerLoRAManager):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, *args: Any) -> None:
         super().__init__(vllm_config, device, *args)
-        self._rules: AdapterRules = vllm_config.model_config.diffusion.adapters
+        self._support: AdapterSupport = vllm_config.model_config.diffusion.adapters
 
     def create_lora_manager(self, model: nn.Module, vllm_config: VllmConfig) -> Any:
         self._manager_cls = model.adapter_manager
@@ -85,5 +85,5 @@ class CheckingAdapterManager(LRUCacheWorkerLoRAManager):
             ValueError: If the adapter does not fit; nothing of it is loaded then.
         """
         checked = copy(lora_request)
-        checked.lora_path = str(self._rules.check(lora_request.lora_path))
+        checked.lora_path = str(self._support.check(lora_request.lora_path))
         return super()._load_adapter(checked)

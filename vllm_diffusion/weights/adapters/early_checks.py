@@ -2,8 +2,8 @@
 
 At the start, the adapters of ``--lora-modules`` are checked; while a server runs, requests for an
 adapter whose files have changed since: a worker that cannot load it in the middle of a batch would
-end the engine. :mod:`vllm_diffusion.live.http` checks what clients ask a server to load. The rules
-of a model's adapters, which workers read too, are chosen here.
+end the engine. :mod:`vllm_diffusion.live.http` checks what clients ask a server to load. What the
+model supports, which workers read too, is collected here.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_diffusion.hooks.replacement import replaces_call
-from vllm_diffusion.weights.adapters.rules import AdapterRules, adapted_modules
-from vllm_diffusion.weights.tensor_rules import TensorRules
+from vllm_diffusion.weights.adapters.support import AdapterSupport, adapted_modules
+from vllm_diffusion.weights.checkpoint_tensors import CheckpointTensors
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -46,7 +46,7 @@ def _noting(stock: Any, self: Any, parser: Any, namespace: Any, *args: Any) -> N
     _named[:] = [(module.name, module.path) for module in getattr(namespace, self.dest)]
 
 
-def check_command_line(rules: AdapterRules) -> None:
+def check_command_line(support: AdapterSupport) -> None:
     """Check the adapters of this process's command line, once.
 
     Raises:
@@ -61,7 +61,7 @@ def check_command_line(rules: AdapterRules) -> None:
                 'JSON like {"name": "poet", "path": "/adapters/poet"}.'
             )
         try:
-            rules.check(path)
+            support.check(path)
         except ValueError as error:
             raise ValueError(f"--lora-modules {name}={path}: {error}") from None
 
@@ -74,11 +74,11 @@ def check_request(lora_request: Any, model_config: Any) -> None:
     """
     from vllm.exceptions import VLLMValidationError
 
-    rules = rules_of(model_config)
-    if lora_request is None or rules is None:
+    support = support_of(model_config)
+    if lora_request is None or support is None:
         return
     try:
-        rules.check(lora_request.lora_path)
+        support.check(lora_request.lora_path)
     except ValueError as error:
         raise VLLMValidationError(
             f"model {lora_request.lora_name!r}: {error}",
@@ -87,22 +87,20 @@ def check_request(lora_request: Any, model_config: Any) -> None:
         ) from None
 
 
-def rules_of(model_config: Any) -> AdapterRules | None:
-    """Return the rules of a model's adapters, from the plan of its start; ``None`` where it has
-    none.
-    """
+def support_of(model_config: Any) -> AdapterSupport | None:
+    """Return which adapters a model takes, by the plan of its start; ``None`` if it takes none."""
     return getattr(getattr(model_config, "diffusion", None), "adapters", None)
 
 
-def adapter_rules(vllm_config: VllmConfig, tensors: TensorRules) -> AdapterRules | None:
-    """Make the rules of adapters, and check those of the command line.
+def adapter_support(vllm_config: VllmConfig, tensors: CheckpointTensors) -> AdapterSupport | None:
+    """Collect which adapters a server takes, and check those of the command line.
 
     Args:
         vllm_config: Configuration of the server.
-        tensors: Tensor rules of the checkpoint's family.
+        tensors: Tensors of the family's checkpoints.
 
     Returns:
-        The rules; ``None`` without ``--enable-lora``.
+        What is supported; ``None`` without ``--enable-lora``.
 
     Raises:
         ValueError: Naming ``--lora-modules``, if one of its adapters does not fit.
@@ -113,15 +111,15 @@ def adapter_rules(vllm_config: VllmConfig, tensors: TensorRules) -> AdapterRules
     # vLLM resolves --lora-dtype later, in the same way.
     lora_config.verify_with_model_config(vllm_config.model_config)
     targets, no_experts = lora_config.target_modules, _why_no_experts(vllm_config)
-    rules = AdapterRules(
+    support = AdapterSupport(
         adapted_modules(tensors, vllm_config.model_config.hf_config),
         max_rank=lora_config.max_lora_rank,
         target_modules=None if targets is None else tuple(targets),
         no_experts=no_experts,
         largest=torch.finfo(lora_config.lora_dtype).max,
     )
-    check_command_line(rules)
-    return rules
+    check_command_line(support)
+    return support
 
 
 def _why_no_experts(vllm_config: VllmConfig) -> str:

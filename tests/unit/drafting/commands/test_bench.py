@@ -24,7 +24,7 @@ Bench = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> Bench:
-    """Run a command; each fake server behaves as the name of its method, its rule or its draft's
+    """Run a command; each fake server behaves as the name of its method, its way or its draft's
     folder implies.
     """
     monkeypatch.chdir(tmp_path)
@@ -92,7 +92,7 @@ def test_bench_drafts(bench: Bench, tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.log"))) == 1
 
 
-def test_rules(bench: Bench) -> None:
+def test_ways(bench: Bench) -> None:
     """Methods whose answers differ although they are promised to be the same are named in the last
     line, and the exit status is 1.
     """
@@ -104,14 +104,14 @@ def test_rules(bench: Bench) -> None:
     assert out.endswith(
         "Answers DIFFER from those of autoregressive: linear_spec,draft_length=8.\n"
     )
-    # Of one rule alone nothing is promised.
+    # Of one way alone nothing is promised.
     status, out, _ = bench(*words, "--method", "linear_spec")
     assert status == 0
     assert "No answers were compared" in out
 
 
 def test_requests_of_a_mixture(bench: Bench) -> None:
-    """Requests to a server of all rules choose each rule in turn, and their answers are compared
+    """Requests to a server of all ways choose each way in turn, and their answers are compared
     with nothing.
     """
     prompts = [f'{{"prompt": [{n}]}}\n' for n in range(4)]

@@ -1,7 +1,7 @@
 """Checks of a LoRA adapter's files before any of it is loaded.
 
 vLLM's loader drops tensors without a module, and reports other misfits in terms of its own modules,
-some only when the first request uses the adapter. Here each tensor has a rule, from the names and
+some only when the first request uses the adapter. Here each tensor is compared with the names and
 shapes of the checkpoint's own.
 """
 
@@ -19,8 +19,8 @@ import msgspec
 import torch
 from msgspec import Meta
 
+from vllm_diffusion.weights.checkpoint_tensors import CheckpointTensors, split_experts
 from vllm_diffusion.weights.regular_files import file_stamp, json_object, why_not_folder
-from vllm_diffusion.weights.tensor_rules import TensorRules, split_experts
 from vllm_diffusion.weights.weight_files import (
     ADAPTER,
     StoredTensor,
@@ -108,8 +108,8 @@ class _MisfitError(Exception):
 
 
 @dataclass(frozen=True)
-class AdapterRules:
-    """Rules for adapters, from the checkpoint and the server's options.
+class AdapterSupport:
+    """Adapters that a server takes, by its checkpoint and its options.
 
     Attributes:
         modules: Modules by published name, as in PEFT's files.
@@ -167,7 +167,7 @@ class AdapterRules:
             ValueError: Naming the folder, what is wrong with it and what to do.
         """
         folder = self._fetched.get(path)
-        # A repository is fetched once, since its content may change; these rules may have come here
+        # A repository is fetched once, since its content may change; this object may have come here
         # from another machine.
         if folder is None or not os.path.exists(folder):
             folder = self._fetched[path] = local_folder(path)
@@ -266,19 +266,19 @@ def is_part(part: str, name: str) -> bool:
     return f".{part}." in f".{name}."
 
 
-def adapted_modules(rules: TensorRules, config: Any) -> dict[str, Module]:
+def adapted_modules(tensors: CheckpointTensors, config: Any) -> dict[str, Module]:
     """Return all modules of a checkpoint that an adapter may adapt, by published name.
 
     Args:
-        rules: Tensor rules of the checkpoint.
+        tensors: Tensors of the checkpoint.
         config: transformers' configuration of the checkpoint.
     """
-    shapes = rules.shapes(config)
+    shapes = tensors.shapes(config)
     # Only a family whose trainers name modules in another way has it.
-    shared_name = getattr(rules, "shared_name", None)
+    shared_name = getattr(tensors, "shared_name", None)
     modules: dict[str, Module] = {}
-    for tensor, shape in (shapes if rules.has_fused_experts else split_experts(shapes)).items():
-        parts = [part for name in rules.all_names(tensor) if (part := _module_of(name, shape))]
+    for tensor, shape in (shapes if tensors.has_fused_experts else split_experts(shapes)).items():
+        parts = [part for name in tensors.all_names(tensor) if (part := _module_of(name, shape))]
         modules.update(parts)
         name = shared_name(tensor) if shared_name is not None else None
         if name is not None and (shared := _module_of(name, shape)):

@@ -1,4 +1,4 @@
-"""Tests of the CuTe kernels' rule and refusals, without a GPU and without the kernels.
+"""Tests of what the CuTe kernels let rows see and what they refuse, without GPU and kernels.
 
 ``visibility.py`` is the arithmetic that the kernels trace. Here it runs on host integers and on
 tensors; test_cute_ahead_of_time.py runs what the DSL makes of it.
@@ -35,7 +35,7 @@ class Sequence:
     window_right: int
     window_anchor: str
 
-    def rule(self, **functions) -> Visibility:
+    def visibility(self, **functions) -> Visibility:
         return Visibility(
             self.query_len,
             self.seq_len,
@@ -65,7 +65,7 @@ def sequences(draw, longest=80):
 @settings(deadline=None)
 @given(sequences())
 def test_visibility_tensors(sequence):
-    """The expressions of the rule give the same on tensors as on integers."""
+    """The expressions give the same on tensors as on integers."""
     row = torch.arange(sequence.query_len)
 
     def smaller(a, b):
@@ -74,10 +74,10 @@ def test_visibility_tensors(sequence):
     def larger(a, b):
         return torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
 
-    rule = sequence.rule(minimum=smaller, maximum=larger)
-    lower = torch.as_tensor(rule.lower(row)).expand(sequence.query_len)
+    visible = sequence.visibility(minimum=smaller, maximum=larger)
+    lower = torch.as_tensor(visible.lower(row)).expand(sequence.query_len)
     key = torch.arange(sequence.seq_len)
-    seen = (key >= lower[:, None]) & (key < rule.upper(row)[:, None])
+    seen = (key >= lower[:, None]) & (key < visible.upper(row)[:, None])
     assert torch.equal(seen, sequence.mask())
 
 
@@ -86,7 +86,7 @@ def test_visibility_tensors(sequence):
 def test_visibility_tiles(sequence, cut):
     """Every visible key is visited once, no tile in vain, and unmasked tiles hide nothing."""
     tile_m, tile_n, group = cut
-    rule, mask = sequence.rule(), sequence.mask()
+    visible, mask = sequence.visibility(), sequence.mask()
     num_tiles = -(-sequence.query_len * group // tile_m)
     for tile in range(num_tiles):
         rows = sorted(
@@ -94,9 +94,9 @@ def test_visibility_tiles(sequence, cut):
             & set(range(sequence.query_len))
         )
         seen = mask[rows]
-        first, end = rule.visited(tile, *cut)
-        cut_right = max(first, rule.first_cut_right(tile, *cut))
-        whole_left = max(first, rule.first_whole_left(tile, *cut))
+        first, end = visible.visited(tile, *cut)
+        cut_right = max(first, visible.first_cut_right(tile, *cut))
+        whole_left = max(first, visible.first_whole_left(tile, *cut))
         visited = walk_key_tiles(first, end, cut_right, whole_left, sequence.window_left >= 0)
         # What loads the tiles counts on this order and number.
         assert [n for n, _ in visited] == list(range(end - 1, first - 1, -1))
@@ -111,9 +111,9 @@ def test_visibility_tiles(sequence, cut):
 @pytest.mark.parametrize("cut", CUTS)
 def test_visibility_no_keys(cut):
     """A sequence without keys visits one tile and sees nothing of it."""
-    rule = Sequence(7, 0, 3, 5, -1, "canvas").rule()
-    assert rule.visited(0, *cut) == (0, 1)
-    assert all(rule.upper(row) == 0 for row in range(7))
+    visible = Sequence(7, 0, 3, 5, -1, "canvas").visibility()
+    assert visible.visited(0, *cut) == (0, 1)
+    assert all(visible.upper(row) == 0 for row in range(7))
 
 
 def batch(head_dim=256, dtype=torch.bfloat16, **options):

@@ -20,8 +20,7 @@ from vllm.v1.outputs import LogprobsTensors
 
 from vllm_diffusion.canvas.pass_rows import PassRows, rows_of
 from vllm_diffusion.sampling.logprobs import IMPOSSIBLE, no_logprobs
-from vllm_diffusion.sampling.pass_parts import PassParts
-from vllm_diffusion.sampling.pass_settings import PassSettings
+from vllm_diffusion.sampling.sampling_functions import SamplingFunctions
 from vllm_diffusion.sampling.used_settings import UsedSettings
 from vllm_diffusion.startup.cuda_graphs import (
     MOST_ADJUSTED_CANVASES,
@@ -35,38 +34,36 @@ MOST_ROWS_AGAIN = 256
 MAX_GRAPHED_LOGPROBS = 32
 
 
-class PassGraphs:
+class SamplingGraphs:
     """Launches of a pass: :attr:`plain_step`, or :meth:`sample` and then :attr:`decide`.
 
     Attributes:
-        parts: The functions.
-        plain_step: :meth:`PassParts.plain_step`; the others are likewise functions of that class.
+        eager: The functions, as a pass without graphs calls them.
+        plain_step: Of a pass with nothing but temperatures and seeds; this and the next are graphs
+            of the functions of the same names.
         adjusted_rows: Of a pass with any adjustments.
         filtered_rows: Of rows with filters.
         reported_rows: Of rows with log-probabilities.
         decide: What becomes of every canvas.
     """
 
-    def __init__(
-        self, pass_rows: PassRows, settings: PassSettings, parts: PassParts, max_logprobs: int
-    ) -> None:
+    def __init__(self, pass_rows: PassRows, eager: SamplingFunctions, max_logprobs: int) -> None:
         """Wrap the functions of a pass; nothing is captured yet.
 
         Args:
             pass_rows: The rows of the pass.
-            settings: Their settings.
-            parts: The functions.
+            eager: The functions, as a pass without graphs calls them.
             max_logprobs: Log-probabilities that a request may ask for; -1 for those of all tokens.
         """
         self._pass_rows = pass_rows
-        self._settings = settings
-        self.parts = parts
+        self._settings = eager.settings
+        self.eager = eager
         self._max_logprobs = max_logprobs
-        self.plain_step = GraphedFunction(parts.plain_step)
-        self.adjusted_rows = GraphedFunction(parts.adjusted_rows)
-        self.filtered_rows = GraphedFunction(parts.filtered_rows)
-        self.reported_rows = GraphedFunction(parts.reported_rows)
-        self.decide = GraphedFunction(parts.decide)
+        self.plain_step = GraphedFunction(eager.plain_step)
+        self.adjusted_rows = GraphedFunction(eager.adjusted_rows)
+        self.filtered_rows = GraphedFunction(eager.filtered_rows)
+        self.reported_rows = GraphedFunction(eager.reported_rows)
+        self.decide = GraphedFunction(eager.decide)
         # Hidden rows that graphs read, and the reports that they write, where there are any.
         self._hidden: Tensor | None = None
         self._reports: LogprobsTensors | None = None
@@ -92,18 +89,18 @@ class PassGraphs:
             Log-probabilities of each row's token; ``None`` if no request asks.
         """
         # A graph projects onto all ids, and for a next step.
-        adjusted_rows = self.parts.adjusted_rows if used.needs_less else self.adjusted_rows
+        adjusted_rows = self.eager.adjusted_rows if used.needs_less else self.adjusted_rows
         adjusted_rows(rows, used=used)
         # Graphs look at rows where they were captured.
         is_held = self._hidden is not None and len(rows) <= len(self._hidden)
-        filtered_rows = self.filtered_rows if is_held else self.parts.filtered_rows
+        filtered_rows = self.filtered_rows if is_held else self.eager.filtered_rows
         for index in self._canvases_of(used.filtered, is_held):
             filtered_rows(index, hidden=rows, used=used)
         if used.reported is None:
             return None
         if used.reports_pinned:
             # What is reported of a position is the token that the answer has there.
-            slots, argmax = self._pass_rows.slots, self.parts.statistics.argmax
+            slots, argmax = self._pass_rows.slots, self.eager.statistics.argmax
             torch.where(slots.pinned, slots.canvas, argmax, out=argmax)
         return self._report(rows, used, is_held)
 
@@ -157,7 +154,7 @@ class PassGraphs:
             reports.logprobs.fill_(IMPOSSIBLE)
             reports.selected_token_ranks.zero_()
         else:
-            reported_rows = self.parts.reported_rows
+            reported_rows = self.eager.reported_rows
             reports = no_logprobs(len(rows), num_columns, rows.device)
         for index in self._canvases_of(used.reported, is_held):
             reported_rows(index, hidden=rows, used=used, reports=reports)
@@ -191,4 +188,4 @@ class PassGraphs:
     @property
     def _length(self) -> int:
         """C, positions of a canvas."""
-        return self.parts.statistics.argmax.shape[1]
+        return self.eager.statistics.argmax.shape[1]

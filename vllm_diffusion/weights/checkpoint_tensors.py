@@ -1,5 +1,5 @@
-"""Rules for names and shapes of a checkpoint, which a family defines, and for what a quantised one
-ignores.
+"""Names and shapes of a checkpoint's tensors, which a family defines, and modules that a quantised
+one ignores.
 
 A model may use a tensor in two places, and a checkpoint may store it under either name; here it has
 one of them, the canonical name.
@@ -16,8 +16,8 @@ import torch
 Shape = tuple[int, ...]
 
 
-class TensorRules:
-    """Base of a family's rules for the tensors of its checkpoints.
+class CheckpointTensors:
+    """Names and shapes of the tensors of a family's checkpoints.
 
     Attributes:
         unquantised: Ends of names of matrices that stay as they are in every format: embeddings,
@@ -75,8 +75,8 @@ def split_experts(shapes: dict[str, Shape]) -> dict[str, Shape]:
     return split
 
 
-class BodyTensors(TensorRules):
-    """Tensor rules of a class of ``transformers``."""
+class BodyTensors(CheckpointTensors):
+    """Tensors of a class of ``transformers``."""
 
     def __init__(self, body: str, prefixes: Mapping[str, str] | None = None) -> None:
         """Name the class.
@@ -105,7 +105,7 @@ class BodyTensors(TensorRules):
         return name
 
 
-def spell_out_patterns(quant_config: Any, config: Any, rules: TensorRules, mapper: Any) -> None:
+def spell_out_patterns(quant: Any, config: Any, tensors: CheckpointTensors, mapper: Any) -> None:
     """Add the modules that each pattern of an ignore list matches, under vLLM's names.
 
     vLLM renames the plain entries of the list, and matches patterns with its own module names: a
@@ -113,20 +113,20 @@ def spell_out_patterns(quant_config: Any, config: Any, rules: TensorRules, mappe
     would be read as quantised.
 
     Args:
-        quant_config: vLLM's config of compressed-tensors; its ``ignore`` is extended. Others are
+        quant: vLLM's config of compressed-tensors; its ``ignore`` is extended. Others are
             left alone.
         config: transformers' configuration of the checkpoint.
-        rules: Names of its tensors.
+        tensors: Names of its tensors.
         mapper: The model's ``WeightsMapper``.
     """
-    if quant_config is None or quant_config.get_name() != "compressed-tensors":
+    if quant is None or quant.get_name() != "compressed-tensors":
         return
-    patterns = [entry[3:] for entry in quant_config.ignore if entry.startswith("re:")]
+    patterns = [entry[3:] for entry in quant.ignore if entry.startswith("re:")]
     if not patterns:
         return
-    names = rules.linear_modules(split_experts(rules.shapes(config)))
-    quant_config.ignore += [
+    names = tensors.linear_modules(split_experts(tensors.shapes(config)))
+    quant.ignore += [
         mapper.map_name(name)
         for name in names
-        if any(re.match(pattern, one) for pattern in patterns for one in rules.all_names(name))
+        if any(re.match(pattern, one) for pattern in patterns for one in tensors.all_names(name))
     ]

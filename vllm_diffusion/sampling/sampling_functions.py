@@ -1,4 +1,4 @@
-"""What a pass samples, in parts: its rows with adjustments, those with filters, those that are
+"""Functions that sample a pass: its rows with adjustments, those with filters, those that are
 reported, and the decision.
 
 The rows with filters need the statistics of the whole row, and those with log-probabilities the
@@ -24,7 +24,7 @@ from vllm_diffusion.sampling.candidate_filters import draw_filtered
 from vllm_diffusion.sampling.logprobs import row_logprobs, write_rows
 from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.pass_settings import PassSettings
-from vllm_diffusion.sampling.row_adjustments import ConstraintTensors
+from vllm_diffusion.sampling.row_adjustments import TokenMasks
 from vllm_diffusion.sampling.selected_rows import SelectedRows
 from vllm_diffusion.sampling.used_settings import UsedSettings
 from vllm_diffusion.sampling.vocabulary_stream import sample_rows
@@ -34,10 +34,11 @@ from vllm_diffusion.sampling.vocabulary_stream import sample_rows
 StoreSoftEmbeds = Callable[[Tensor, Tensor, Tensor], None]
 
 
-class PassParts:
+class SamplingFunctions:
     """Functions of a pass, each of which a graph may hold.
 
     Attributes:
+        settings: Settings of the pass's rows.
         head: The projection onto the vocabulary.
         statistics: Statistics of the pass's rows by slot and position, which the decision reads.
     """
@@ -47,17 +48,17 @@ class PassParts:
         pass_rows: PassRows,
         settings: PassSettings,
         head: OutputHead,
-        constraints: ConstraintTensors,
+        token_masks: TokenMasks,
         store_soft_embeds: StoreSoftEmbeds,
         canvas_step: CanvasStep,
     ) -> None:
-        """Join what the parts of a pass read, and allocate statistics of all slots.
+        """Join what the functions read, and allocate statistics of all slots.
 
         Args:
             pass_rows: The rows of the pass.
             settings: Their settings.
             head: The projection onto the vocabulary.
-            constraints: Constraints of the pass.
+            token_masks: Tokens that constraints of the pass allow.
             store_soft_embeds: Called if ``head`` has an embedding.
             canvas_step: Decides from the statistics.
         """
@@ -65,9 +66,9 @@ class PassParts:
         self.head = head
         self.statistics = slots.spec.statistics(slots.num_slots, slots.device)
         self._pass_rows = pass_rows
-        self._settings = settings
+        self.settings = settings
         self._named_tokens = slots.spec.named_tokens
-        self._constraints = constraints
+        self._token_masks = token_masks
         self._store_soft_embeds = store_soft_embeds
         self._canvas_step = canvas_step
         self._write = compiled_by_rows(self._write_to_slots, pass_rows.compile_backend)
@@ -88,7 +89,7 @@ class PassParts:
             rows: [num_rows, hidden_size].
             used: Settings that the pass uses.
         """
-        settings = self._settings
+        settings = self.settings
         is_all = used.read is None
         some = settings.select(slice(len(rows)) if is_all else torch.from_numpy(used.read))
         adjustments = settings.adjustments_of(some, used)
@@ -115,7 +116,7 @@ class PassParts:
         self._write(some.slot, some.position, results._replace(soft_embeds=None))
         if soft_embeds is not None:
             if adjustments is not None:
-                restart = self._constraints.restart(some.rows)
+                restart = self._token_masks.restart(some.rows)
                 soft_embeds = torch.where(restart[:, None], 0.0, soft_embeds)
             self._store_soft_embeds(soft_embeds, some.slot, some.position)
 
@@ -130,12 +131,12 @@ class PassParts:
             hidden: [num_rows, hidden_size], of the pass.
             used: Settings that the pass uses.
         """
-        some, statistics = self._settings.select(index), self.statistics
+        some, statistics = self.settings.select(index), self.statistics
         slots = self._pass_rows.slots
         drawn = draw_filtered(
             self.head,
             self._logits_again(some, hidden[index], used),
-            self._settings.draws(some),
+            self.settings.draws(some),
             rows_of(used.filters, some.slot),
             slots.vocab_size,
             judges_kept=statistics.margin is not None,
@@ -158,7 +159,7 @@ class PassParts:
             used: Settings that the pass uses.
             reports: Of all rows of the pass, output.
         """
-        some, settings = self._settings.select(index), self._settings
+        some, settings = self.settings.select(index), self.settings
         statistics = self.statistics
         logits = self._logits_again(some, hidden[index], used)
         adjustments = settings.reported_adjustments_of(some, used, logits.adjustments)
@@ -191,6 +192,6 @@ class PassParts:
             rows: [n, hidden_size].
             used: Settings that the pass uses.
         """
-        adjustments = self._settings.adjustments_of(some, used)
+        adjustments = self.settings.adjustments_of(some, used)
         projected = self.head.project_all(rows, used.allowed_ids)
         return RowLogits(projected, self.head.first_id, self.head.softcap, adjustments)

@@ -29,8 +29,8 @@ from tests.support.models.adapters import (
 from tests.support.models.checkpoints import SHIPPED
 from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaTensors
-from vllm_diffusion.weights.adapters.rules import (
-    AdapterRules,
+from vllm_diffusion.weights.adapters.support import (
+    AdapterSupport,
     Module,
     adapted_modules,
     local_folder,
@@ -48,8 +48,8 @@ def modules() -> dict[str, Module]:
 
 
 @pytest.fixture
-def rules(modules: dict[str, Module]) -> AdapterRules:
-    return AdapterRules(modules, max_rank=8)
+def support(modules: dict[str, Module]) -> AdapterSupport:
+    return AdapterSupport(modules, max_rank=8)
 
 
 def pair(name: str = Q, out: int = 128, into: int = 128, rank: int = 4) -> dict[str, torch.Tensor]:
@@ -62,24 +62,24 @@ def filled(half: str, value: float) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_everything_that_peft_finds(rules: AdapterRules, tmp_path: Path) -> None:
+def test_everything_that_peft_finds(support: AdapterSupport, tmp_path: Path) -> None:
     """Every module that PEFT adapts is accepted under PEFT's own names and shapes."""
     from transformers import DiffusionGemmaForBlockDiffusion
 
     model = DiffusionGemmaForBlockDiffusion.from_pretrained(SHIPPED)
     targets = f"{ENCODER}|{DECODER}|{CONDITIONING}"
     adapt(model, tmp_path, target_modules=targets, target_parameters=EXPERTS)
-    rules.check(str(tmp_path))
+    support.check(str(tmp_path))
     names = {name.rpartition(".lora_")[0] for name in load_file(tmp_path / WEIGHTS)}
-    published = [name for name, module in rules.modules.items() if not module.parts]
+    published = [name for name, module in support.modules.items() if not module.parts]
     assert {f"base_model.model.{name}" for name in published} == names
 
 
-def test_shared_stack(rules: AdapterRules, tmp_path: Path) -> None:
+def test_shared_stack(support: AdapterSupport, tmp_path: Path) -> None:
     """An adapter of a single stack is accepted for the encoder's and the decoder's modules."""
-    shared = {name: module for name, module in rules.modules.items() if module.parts}
+    shared = {name: module for name, module in support.modules.items() if module.parts}
     assert {part for module in shared.values() for part in module.parts} == {
-        name for name, module in rules.modules.items() if not module.parts
+        name for name, module in support.modules.items() if not module.parts
     }
     assert shared[Q.replace("decoder.", "")].parts == (
         Q,
@@ -91,7 +91,7 @@ def test_shared_stack(rules: AdapterRules, tmp_path: Path) -> None:
         for name, x in pair(module, out, into).items()
         if number == 1
     }
-    rules.check(str(write_adapter(tmp_path, tensors)))
+    support.check(str(write_adapter(tmp_path, tensors)))
 
 
 # Each with what stock does with such an adapter of its Qwen3; nothing where Qwen3 has no such
@@ -129,7 +129,7 @@ MISFITS = [
 
 @pytest.mark.parametrize(("tensors", "config", "sentence", "stock"), MISFITS)
 def test_misfits(
-    rules: AdapterRules,
+    support: AdapterSupport,
     tmp_path: Path,
     tensors: dict[str, torch.Tensor],
     config: dict[str, Any],
@@ -139,7 +139,7 @@ def test_misfits(
     """An adapter that does not fit is refused with its folder and the reason."""
     write_adapter(tmp_path, tensors, config)
     with pytest.raises(ValueError, match="^LoRA adapter") as raised:
-        rules.check(str(tmp_path))
+        support.check(str(tmp_path))
     assert sentence in str(raised.value)
     assert str(tmp_path) in str(raised.value)
 
@@ -179,23 +179,23 @@ def test_misfits_in_stock(tmp_path: Path) -> None:
     "config", [{"fan_in_fan_out": True}, {"rank_pattern": []}, {"modules_to_save": []}], ids=str
 )
 def test_settings_of_nothing_here(
-    rules: AdapterRules, tmp_path: Path, config: dict[str, Any]
+    support: AdapterSupport, tmp_path: Path, config: dict[str, Any]
 ) -> None:
     """Settings of PEFT that concern no module of this model are accepted."""
-    rules.check(str(write_adapter(tmp_path, pair(), config)))
+    support.check(str(write_adapter(tmp_path, pair(), config)))
 
 
-def test_files(rules: AdapterRules, tmp_path: Path) -> None:
+def test_files(support: AdapterSupport, tmp_path: Path) -> None:
     """A missing folder, missing files and damaged files are each named."""
 
     def said() -> str:
         with pytest.raises(ValueError, match="^LoRA adapter") as raised:
-            rules.check(str(tmp_path / "adapter"))
+            support.check(str(tmp_path / "adapter"))
         return str(raised.value)
 
     assert "there is no such folder" in said()
     folder = write_adapter(tmp_path / "adapter", pair())
-    rules.check(str(folder))
+    support.check(str(folder))
     whole = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(whole[:-5])
     assert "is truncated or not a safetensors file" in said()
@@ -204,7 +204,7 @@ def test_files(rules: AdapterRules, tmp_path: Path) -> None:
     (folder / WEIGHTS).unlink()
     assert f"it has no {WEIGHTS}" in said()
     (folder / WEIGHTS).write_bytes(whole)
-    rules.check(str(folder))
+    support.check(str(folder))
     for text, sentence in (
         ("{", "not valid JSON"),
         ("[]", "must hold a JSON object"),
@@ -218,37 +218,37 @@ def test_files(rules: AdapterRules, tmp_path: Path) -> None:
     assert f"it holds {CONFIG}, which is a named pipe and not a regular file" in said()
 
 
-def test_loaded_again(rules: AdapterRules, tmp_path: Path) -> None:
+def test_loaded_again(support: AdapterSupport, tmp_path: Path) -> None:
     """Changed files cannot be loaded under the same name, whose prompts may be cached."""
     folder = write_adapter(tmp_path / "adapter", pair())
-    rules.check_loading("poet", str(folder))
-    rules.check_loading("poet", str(folder))
+    support.check_loading("poet", str(folder))
+    support.check_loading("poet", str(folder))
     write_adapter(folder, pair(rank=2), {"r": 2})
-    rules.check(str(folder))
+    support.check(str(folder))
     with pytest.raises(
         ValueError, match="have changed since it was loaded as 'poet'.*another name"
     ):
-        rules.check_loading("poet", str(folder))
-    rules.check_loading("writer", str(folder))
+        support.check_loading("poet", str(folder))
+    support.check_loading("writer", str(folder))
 
 
 def test_options(modules: dict[str, Module], tmp_path: Path) -> None:
     """Modules that options exclude, and experts that cannot be adapted, are refused."""
     folder = str(write_adapter(tmp_path, pair()))
-    AdapterRules(modules, 8, target_modules=("qkv_proj",)).check(folder)
-    AdapterRules(modules, 8, target_modules=("v_proj", "o_proj")).check(folder)
+    AdapterSupport(modules, 8, target_modules=("qkv_proj",)).check(folder)
+    AdapterSupport(modules, 8, target_modules=("v_proj", "o_proj")).check(folder)
     with pytest.raises(ValueError, match=f"{Q}, which --lora-target-modules leaves out"):
-        AdapterRules(modules, 8, target_modules=("o_proj",)).check(folder)
+        AdapterSupport(modules, 8, target_modules=("o_proj",)).check(folder)
     experts = "model.decoder.layers.0.experts"
     both = pair(f"{experts}.base_layer", out=256, rank=16) | pair(experts, rank=16)
     folder = str(write_adapter(tmp_path / "experts", both))
-    AdapterRules(modules, 8).check(folder)
+    AdapterSupport(modules, 8).check(folder)
     with pytest.raises(ValueError, match=f"it adapts {experts}, but not here"):
-        AdapterRules(modules, 8, no_experts="not here").check(folder)
+        AdapterSupport(modules, 8, no_experts="not here").check(folder)
 
 
 def test_names_of_repositories(
-    rules: AdapterRules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    support: AdapterSupport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fetched repository is read from the cache; a missing path or repository is named."""
     monkeypatch.chdir(tmp_path)
@@ -256,30 +256,30 @@ def test_names_of_repositories(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for path in ("x" * 5000, "d/" * 2500, "~nobody at all/adapter", "a\0b"):
         with pytest.raises(ValueError, match="there is no such folder"):
-            rules.check(path)
+            support.check(path)
     for path in ("adapter", "./a/b", "/a/b", "a/b/c", "~/adapter"):
         assert local_folder(path) == Path(path).expanduser()
     with pytest.raises(
         ValueError,
         match=r"someone/poet: there is no such folder, and no repository of .* Cannot find .*; give the folder that .*, or the name of a repository",
     ):
-        rules.check("someone/poet")
+        support.check("someone/poet")
     snapshots = [
         put_into_hub_cache(
             tmp_path / "cache", f"someone/{name}", write_adapter(tmp_path / name, tensors)
         )
         for name, tensors in (("poet", pair()), ("clerk", pair(into=64)))
     ]
-    assert rules.check("someone/poet") == snapshots[0]
+    assert support.check("someone/poet") == snapshots[0]
     with pytest.raises(ValueError, match=r"snapshots/.*lora_A is F32 \[4, 64\]"):
-        rules.check("someone/clerk")
+        support.check("someone/clerk")
     # It is what it was, whatever the name stands for meanwhile; unless it is gone from this
     # machine.
     shutil.rmtree(tmp_path / "cache" / "models--someone--poet" / "refs")
-    assert rules.check("someone/poet") == snapshots[0]
+    assert support.check("someone/poet") == snapshots[0]
     shutil.rmtree(snapshots[0])
     with pytest.raises(ValueError, match="someone/poet: there is no such folder"):
-        rules.check("someone/poet")
+        support.check("someone/poet")
     (tmp_path / "someone" / "poet").mkdir(parents=True)
     assert local_folder("someone/poet") == Path("someone/poet")
 
@@ -316,8 +316,8 @@ def test_whatever_it_holds(
     if cut is not None:
         (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:cut])
     with pytest.raises(ValueError, match="^LoRA adapter") as raised:
-        AdapterRules(modules, 8).check(str(folder))
+        AdapterSupport(modules, 8).check(str(folder))
     assert "\n" not in str(raised.value)
     (folder / CONFIG).write_text(json.dumps(config)[:cut])
     with pytest.raises(ValueError, match="^LoRA adapter"):
-        AdapterRules(modules, 8).check(str(folder))
+        AdapterSupport(modules, 8).check(str(folder))
