@@ -49,17 +49,17 @@ def add_parser(subcommands: Subcommands) -> None:
         "conversation, /help lists the other commands.",
     )
     parser.add_argument(
-        "--url", type=values.url, help="of a server that runs, for example http://127.0.0.1:8000"
+        "--url", type=values.url, help="address of a running server, such as http://127.0.0.1:8000"
     )
     parser.add_argument(
         "--api-key",
         metavar="KEY",
-        help="of that server; better in VLLM_API_KEY or OPENAI_API_KEY, since other users of a machine "
-        "can read arguments",
+        help="key of that server; better set VLLM_API_KEY or OPENAI_API_KEY, since other users can read "
+        "the arguments of a command",
     )
-    parser.add_argument("--model", help="which of that server's models (default: its first)")
+    parser.add_argument("--model", help="name of the model on that server (default: its first)")
     values.add_number(parser, "--max-tokens", values.integer(), "longest answer, in tokens", 512)
-    parser.add_argument("--plain", action="store_true", help="print text alone, draw nothing")
+    parser.add_argument("--plain", action="store_true", help="print only text, draw nothing")
     add_family(parser)
     add_verbose(parser)
     parser.set_defaults(run=run)

@@ -49,7 +49,7 @@ def add_parser(subcommands: Subcommands) -> None:
     parser.add_argument(
         "--draft",
         action="store_true",
-        help=f"the path of the draft of an autoregressive one ({', '.join(DRAFT_FOLDERS)})",
+        help=f"print the path of its draft instead ({', '.join(DRAFT_FOLDERS)})",
     )
     parser.set_defaults(run=run)
 
@@ -67,7 +67,7 @@ def add_family(
     parser.add_argument(
         "--family",
         choices=tuple(families),
-        help=f"which of the shipped checkpoints: %(choices)s ({DEFAULT_FAMILY})",
+        help=f"which shipped checkpoint (default: {DEFAULT_FAMILY})",
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 # Characters of a line that no table reaches.
 _WIDTH = 100_000
-VERBOSE_HELP = "print vLLM's own lines too, which are otherwise shown only if it fails"
+VERBOSE_HELP = "also print vLLM's log, which is otherwise shown only on failure"
 
 
 def add_verbose(parser: argparse.ArgumentParser) -> None:

@@ -43,7 +43,7 @@ def add_parser(subcommands: Subcommands) -> None:
     parser.add_argument("prompt", nargs="?", help=f"default: {defaults}")
     longest = values.integer(1, MAX_MODEL_LEN - 1)
     values.add_number(parser, "--max-tokens", longest, "longest answer, in tokens", 256)
-    values.add_number(parser, "--seed", values.seed, "of the random draws", 0)
+    values.add_number(parser, "--seed", values.seed, "seed of the random draws", 0)
     add_family(parser)
     parser.add_argument(
         "--draft",

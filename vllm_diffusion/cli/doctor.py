@@ -70,7 +70,7 @@ class Fact(NamedTuple):
 def add_parser(subcommands: Subcommands) -> None:
     parser = subcommands.add_parser(
         "doctor",
-        help="say what this machine would serve with, and how to mend what is wrong",
+        help="check what this machine would serve with, and how to fix problems",
         description="Print versions, the accelerator, and the platform, model class and attention "
         "that would be used; exit status 1 if this machine cannot serve.",
     )
@@ -88,7 +88,7 @@ def add_parser(subcommands: Subcommands) -> None:
         "--report",
         type=new_file,
         metavar="FILE",
-        help="with --gpu, write what an issue should hold",
+        help="with --gpu, write a report to attach to an issue",
     )
     parser.set_defaults(run=run)
 

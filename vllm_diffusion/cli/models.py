@@ -26,7 +26,7 @@ def add_parser(subcommands: Subcommands) -> None:
         "Memory of a GPU is an estimate: weights and 4 GB.",
     )
     parser.add_argument(
-        "words", nargs="*", metavar="WORD", help="only those whose family or id has each word"
+        "words", nargs="*", metavar="WORD", help="only those with each word in family or id"
     )
     parser.set_defaults(run=run)
 

@@ -54,7 +54,7 @@ def add_number(
     metavar: str = "N",
 ) -> None:
     """Add an option whose value is a number; its help has the default, where there is one."""
-    shown = "" if default is None else " (%(default)s)"
+    shown = "" if default is None else " (default: %(default)s)"
     parser.add_argument(
         option, type=read, default=default, metavar=metavar, help=f"{meaning}{shown}"
     )

@@ -49,12 +49,12 @@ def add_parser(subcommands: Subcommands) -> None:
     parser = subcommands.add_parser(
         "bench-drafts",
         help="measure drafts against none, or a diffusion model's ways to decode",
-        description="Serve a target in several ways, ask all servers the same, and compare tokens a second, time to the "
-        "first token, and what verifications kept, as the servers' own counters have it: an autoregressive target "
-        "without a draft and with several, or a diffusion model in several of its ways. Without arguments: the tiny "
-        "pair that comes with this package. Exit status 1 if a server failed, or if answers of ways differ that are "
-        "promised to be the same.",
-        epilog="Other options, after these, are those of `vllm serve`: --max-model-len 4096.",
+        description="Serve a target in several ways, send every server the same requests, and compare tokens a second, "
+        "time to the first token and accepted draft tokens (from the servers' counters). The target is an "
+        "autoregressive model, without a draft and with several, or a diffusion model in several of its ways. Without "
+        "arguments: the tiny pair that comes with this package. Exit status 1 if a server failed, or if answers differ "
+        "that must be the same.",
+        epilog="Other options go to `vllm serve`, such as --max-model-len 4096.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -65,11 +65,11 @@ def add_parser(subcommands: Subcommands) -> None:
     )
     draft = "DFlash drafts, and METHOD=MODEL for other methods of vLLM's, such as eagle3=MODEL"
     method = (
-        "only these: dflash, adaptive (DFlash with as many tokens as pay), ngram, eagle3, draft_model, or another "
+        "compare only these: dflash, adaptive (DFlash with as many tokens as pay), ngram, eagle3, draft_model, or another "
         f"of vLLM's; default: ngram, and those of --draft. Or ways of a diffusion model: {' '.join(WAYS)}. With "
         "settings: dflash,steps=2 or linear_spec,draft_length=8"
     )
-    concurrency = "requests at a time (1 8; for ways 1 8 32)"
+    concurrency = "requests at a time (default: 1 8; for ways 1 8 32)"
     for option, read, metavar, meaning in (
         ("--draft", named_draft, "MODEL", draft),
         ("--method", named_method, "METHOD", method),
@@ -77,18 +77,21 @@ def add_parser(subcommands: Subcommands) -> None:
     ):
         parser.add_argument(option, nargs="+", type=read, default=[], metavar=metavar, help=meaning)
     add_prompts(parser, 4, f". Default, for the tiny models alone: {TINY_TASKS}")
-    values.add_number(parser, "--rounds", values.integer(), "that count", 3)
-    values.add_number(parser, "--max-tokens", values.integer(), "of an answer", 256)
-    meaning = "of the answers; above 0 they are not compared"
+    values.add_number(parser, "--rounds", values.integer(), "measured rounds", 3)
+    values.add_number(parser, "--max-tokens", values.integer(), "longest answer, in tokens", 256)
+    meaning = "of sampling; above 0 the answers are not compared"
     values.add_number(parser, "--temperature", values.number(0), meaning, 0.0, "X")
     parser.add_argument(
         "--one-at-a-time",
         action=argparse.BooleanOptionalAction,
-        help="start each server when the one before it has ended, and not all of them side by side with "
-        "their rounds interleaved; default where there is an accelerator",
+        help="run one server after another, not all side by side with interleaved rounds (default with an "
+        "accelerator)",
     )
     parser.add_argument(
-        "--json", type=values.new_file, metavar="FILE", help="write what each round counted there"
+        "--json",
+        type=values.new_file,
+        metavar="FILE",
+        help="write the counts of each round to this file",
     )
     add_verbose(parser)
     # What is not known here is an option of `vllm serve`.

@@ -26,8 +26,8 @@ _MAX_FAILURES = 16
 def add_parser(subcommands: Subcommands) -> None:
     parser = subcommands.add_parser(
         "calibrate",
-        help="train a draft on the requests of its server",
-        description="Fill a server's recording, train a draft on it, or do that whenever the server has nothing to do.",
+        help="train a draft on the recorded requests of a server",
+        description="Fill a server's recording, train a draft on it, or train whenever the server is idle.",
     )
     steps = parser.add_subparsers(metavar="STEP", required=True)
     for add_step in (
@@ -41,13 +41,13 @@ def add_parser(subcommands: Subcommands) -> None:
 def _add_collect(steps: Subcommands) -> None:
     parser = steps.add_parser(
         "collect",
-        help="ask a server that records a set of prompts",
-        description="Ask a server that runs all prompts of files, so that its recording fills.",
+        help="send prompts to a server that records",
+        description="Send all prompts of files to a running server, so that its recording fills.",
     )
     add_server(parser)
     add_prompts(parser, 1000)
     values.add_number(parser, "--concurrency", values.integer(), "requests at a time", 8)
-    values.add_number(parser, "--max-tokens", values.integer(), "of an answer", 1024)
+    values.add_number(parser, "--max-tokens", values.integer(), "longest answer, in tokens", 1024)
     parser.set_defaults(run=collect)
 
 

@@ -77,10 +77,10 @@ def add_parser(subcommands: Subcommands) -> None:
     parser = subcommands.add_parser(
         "drafts",
         help="list published drafts and how to serve them",
-        description="Which published DFlash draft goes with a target, what is known of it, and the command "
-        "that serves both. Nothing is fetched.",
+        description="Show the published DFlash draft of a target, what is known about it, and the command "
+        "that serves both. Nothing is downloaded.",
     )
-    parser.add_argument("target", nargs="?", help="a target, or the end of its name; default: all")
+    parser.add_argument("target", nargs="?", help="a target, or the end of its name (default: all)")
     parser.set_defaults(run=run)
 
 

@@ -52,10 +52,12 @@ def add_prompts(parser: argparse.ArgumentParser, num_prompts: int, default: str 
         "--data",
         nargs="+",
         metavar="FILE",
-        help='JSON lines with "prompt" (text or token ids to go on with) or "messages", and perhaps '
+        help='JSON lines with "prompt" (text or token ids) or "messages", and optionally '
         f'"task"; the folder of a recording, for its held-out prompts; or {TINY_TASKS}{default}',
     )
-    values.add_number(parser, "--num-prompts", values.integer(), "of each task", num_prompts)
+    values.add_number(
+        parser, "--num-prompts", values.integer(), "prompts of each task", num_prompts
+    )
 
 
 def given_prompts(arguments: argparse.Namespace, default: Sequence[str] = ()) -> list[Prompt]:

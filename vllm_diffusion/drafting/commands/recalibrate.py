@@ -137,26 +137,28 @@ def add_parser(steps: Subcommands) -> None:
     parser = steps.add_parser(
         "online",
         help="train drafts in a server's idle time, and swap them in if they are better",
-        description="Wait until a server has nothing to do, train on its recording, compare "
-        f"the new draft with the served one on answers that were held out, and swap it in if it gives at "
-        f"least {100 * MARGIN:.0f} percent more tokens a verification there. Whenever the server has work, this "
-        "halts. Ctrl-C ends it.",
-        epilog="Other options are vLLM's for the extraction, such as --max-model-len 4096.",
+        description="Wait until a server is idle, train on its recording, compare "
+        f"the new draft with the served one on held-out answers, and swap it in if it gives at "
+        f"least {100 * MARGIN:.0f} percent more tokens a verification. Training pauses while the server has work. "
+        "Ctrl-C ends it.",
+        epilog="Other options go to vLLM for the extraction, such as --max-model-len 4096.",
         allow_abbrev=False,
     )
     add_server(parser)
-    parser.add_argument("--target", type=values.model, required=True, help="what the server serves")
     parser.add_argument(
-        "--recording", type=values.path, required=True, help="where the server records"
+        "--target", type=values.model, required=True, help="the model that the server serves"
+    )
+    parser.add_argument(
+        "--recording", type=values.path, required=True, help="folder to which the server records"
     )
     parser.add_argument(
         "--drafts", type=values.folder, required=True, help="folder that keeps new drafts"
     )
     amount = values.number(0.001)
     for option, read, default, meaning in (
-        ("--minutes", amount, 60.0, "of a round"),
-        ("--gib", amount, 16.0, "of memory"),
-        ("--exchanges", values.integer(), 200, "new ones that begin a round"),
+        ("--minutes", amount, 60.0, "longest time of a round"),
+        ("--gib", amount, 16.0, "most memory of training, in GiB"),
+        ("--exchanges", values.integer(), 200, "new exchanges that begin a round"),
     ):
         values.add_number(parser, option, read, meaning, default, "X")
     add_training(parser)

@@ -63,11 +63,11 @@ def swap(arguments: argparse.Namespace, model: Path) -> dict[str, Any]:
 def add_parser(subcommands: Subcommands) -> None:
     parser = subcommands.add_parser(
         "swap-draft",
-        help="give a server that runs another draft",
-        description="Have a server that runs take another draft. Without a draft, say which one is served.",
+        help="replace the draft of a running server",
+        description="Replace the draft of a running server. Without a draft, print the one that is served.",
     )
     parser.add_argument(
-        "draft", nargs="?", type=values.path, help="folder of the new draft, for the server"
+        "draft", nargs="?", type=values.path, help="folder of the new draft, on the server"
     )
     add_server(parser)
     parser.set_defaults(run=run)
@@ -76,12 +76,15 @@ def add_parser(subcommands: Subcommands) -> None:
 def add_server(parser: argparse.ArgumentParser) -> None:
     """Add the options that name a server."""
     parser.add_argument(
-        "--url", type=values.url, required=True, help="of the server, e.g. http://127.0.0.1:8000"
+        "--url",
+        type=values.url,
+        required=True,
+        help="address of the server, such as http://127.0.0.1:8000",
     )
     parser.add_argument(
         "--api-key",
         metavar="KEY",
-        help=f"of the server; better in {KEY_VARIABLE}, since other users of a machine can read arguments",
+        help=f"key of the server; better set {KEY_VARIABLE}, since other users can read arguments",
     )
 
 

@@ -57,32 +57,30 @@ def add_parser(steps: Subcommands) -> None:
     parser = steps.add_parser(
         "train",
         help="train a draft on recorded traffic",
-        description="Have the target read recorded traffic once more, the newest first, train a draft on its hidden "
-        "states from another one's weights, and compare both on answers that were held out. Nothing is saved until it is "
-        "complete.",
-        epilog="Other options are vLLM's for the target, such as --tensor-parallel-size 2.",
+        description="Run the target over recorded traffic, the newest first, train a draft on its hidden states, "
+        "beginning with another draft's weights, and compare both on held-out answers. Nothing is saved until all of it "
+        "is complete.",
+        epilog="Other options go to vLLM for the target, such as --tensor-parallel-size 2.",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "target", type=values.model, help="whose traffic was recorded; a folder or a repository"
+        "target", type=values.model, help="the model that answered, a folder or a repository"
     )
     parser.add_argument(
-        "recording", type=values.path, help="a folder of a server, or a file of JSON lines"
+        "recording", type=values.path, help="a recording's folder, or a file of JSON lines"
     )
     parser.add_argument(
-        "--from", dest="first", type=values.draft, required=True, help="a draft to start from"
+        "--from", dest="first", type=values.draft, required=True, help="draft to start from"
     )
-    parser.add_argument(
-        "--out", type=values.folder, required=True, help="a new folder, for the draft"
-    )
+    parser.add_argument("--out", type=values.folder, required=True, help="new folder for the draft")
     count, amount = values.integer(), float
-    values.add_number(parser, "--steps", count, "of the optimizer", 2000)
-    meaning = "end then, extraction and comparison included, though steps are left"
+    values.add_number(parser, "--steps", count, "steps of the optimizer", 2000)
+    meaning = "time limit for all of it; steps that are left are dropped"
     values.add_number(parser, "--minutes", amount, meaning, metavar="X")
-    meaning, default = "at its highest", TrainSettings.learning_rate
+    meaning, default = "highest learning rate", TrainSettings.learning_rate
     values.add_number(parser, "--learning-rate", amount, meaning, default, "X")
-    values.add_number(parser, "--batch-size", count, "samples a step", TrainSettings.batch_size)
-    values.add_number(parser, "--max-length", values.integer(2), "tokens of a sample", 4096)
+    values.add_number(parser, "--batch-size", count, "samples of a step", TrainSettings.batch_size)
+    values.add_number(parser, "--max-length", values.integer(2), "longest sample, in tokens", 4096)
     add_training(parser)
     add_verbose(parser)
     parser.set_defaults(run=run, vllm_options=[])
@@ -90,12 +88,12 @@ def add_parser(steps: Subcommands) -> None:
 
 def add_training(parser: argparse.ArgumentParser) -> None:
     """Add the options that say where a draft is trained, and on how much."""
-    meaning = "of hidden states, which are deleted afterwards"
+    meaning = "disk space for hidden states, which are deleted afterwards"
     values.add_number(parser, "--disk-gib", values.number(0.001), meaning, 4.0, "X")
     parser.add_argument(
         "--device",
         default="cpu",
-        help="of training: cpu, cuda or cuda:N (%(default)s)",
+        help="device of training: cpu, cuda or cuda:N (default: %(default)s)",
     )
 
 
