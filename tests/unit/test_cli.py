@@ -73,7 +73,7 @@ def test_checkpoint(
     [
         ("good", (), 0, "4.0  (4 steps, 1 canvas)\n  tokens per pass           0.5  (3 tokens, 6"),
         ("drafts", ("--draft",), 0, "4.5  (2 verifications, 7 of 8 proposals kept)"),
-        ("drafts-otherwise", ("--draft",), 1, "answered otherwise"),
+        ("drafts-otherwise", ("--draft",), 1, "answer changed with its draft"),
         ("empty", (), 1, "The answer is empty."),
         ("refuses", (), 1, "too long"),
         ("breaks-off", (), 1, "broke off in mid-answer"),

@@ -35,8 +35,8 @@ REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
     (("serve-page", "--host", "no.such.host.invalid"), "--host no.such.host.invalid must be"),
     (("serve-page", "--ssl-certfile", "/no/file"), "ssl_certfile: '/no/file' must be a file"),
     (("serve-page", "--shutdown-timeout", "nan"), "shutdown_timeout: 'nan' must be a number"),
-    (("serve-page", "--headless"), "--headless: a browser needs a port"),
-    (("doctor", "--report", "x"), "--report is for --gpu"),
+    (("serve-page", "--headless"), "--headless: a browser needs an HTTP port"),
+    (("doctor", "--report", "x"), "--report needs --gpu"),
     (("doctor", "--gpu", "--report", "/no/folder/x"), "--report: '/no/folder/x' must be a file"),
     (("drafts", "nope"), "known targets"),
     (("bench-drafts", "a/model"), "--data is missing"),
@@ -47,8 +47,8 @@ REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
     ((*BENCH, "--method", "dflash"), "give --draft MODEL"),
     ((*BENCH, "--method", "eagle"), "give --draft eagle=MODEL"),
     ((*BENCH, "--method", "diffusion,=3"), "'diffusion,=3' must be one of"),
-    ((*BENCH, "--method", "dflash", "mixed"), "--method mixed is of a diffusion model"),
-    ((*BENCH, "--method", "mixed", "--draft", DRAFT), "--method mixed is of a diffusion model"),
+    ((*BENCH, "--method", "dflash", "mixed"), "--method mixed is for diffusion models"),
+    ((*BENCH, "--method", "mixed", "--draft", DRAFT), "--method mixed is for diffusion models"),
     (("calibrate", "collect", *URL), "--data is missing"),
     (TRAIN, "recording cannot be read"),
     ((*TRAIN, "--from", "/etc"), "--from: '/etc' must be a folder with config.json"),
@@ -62,11 +62,11 @@ REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
 
 # Second lines of a file of prompts.
 BAD_PROMPTS = (
-    ("[1]", "an object is needed with one of prompt and messages"),
+    ("[1]", "must be an object with either prompt or messages"),
     ("{", "Expecting property name"),
-    ('{"prompt": "a", "messages": []}', "one of prompt and messages"),
-    ('{"prompt": [1, true]}', "prompt must be a text, or a list of token ids"),
-    ('{"messages": []}', "messages must be a list that is not empty"),
+    ('{"prompt": "a", "messages": []}', "either prompt or messages"),
+    ('{"prompt": [1, true]}', "prompt must be a string or a list of token ids"),
+    ('{"messages": []}', "messages must be a non-empty list"),
     ('{"messages": [{"content": "a"}]}', "messages must be objects with role and content"),
     ('{"prompt": "a", "task": 3}', "task=3 must be a name"),
 )
