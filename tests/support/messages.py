@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.house import PACKAGES, ROOT
+from vllm_diffusion.requests.exclusions import EXCLUSIONS
+from vllm_diffusion.startup.options import sentences
 
 # Functions and errors whose text somebody reads.
 SAYING = {
@@ -33,7 +35,7 @@ class Message:
 
 
 def messages() -> Iterator[Message]:
-    """Find the messages of the package, file by file."""
+    """Find the messages of the package, file by file, then those of its two tables."""
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -42,6 +44,14 @@ def messages() -> Iterator[Message]:
                     if texts:
                         place = f"{path.relative_to(ROOT)}:{node.lineno}"
                         yield Message(place, name, tuple(texts))
+    for row in EXCLUSIONS:
+        yield Message(
+            "vllm_diffusion/requests/exclusions.py:EXCLUSIONS",
+            "refuse",
+            (f"{row.field} {row.message}",),
+        )
+    for sentence in sentences().values():
+        yield Message("vllm_diffusion/startup/refused_options.toml:", "refuse", (sentence,))
 
 
 def _name(function: ast.expr) -> str:
