@@ -16,6 +16,7 @@ from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import Phase
 from vllm_diffusion.canvas.step import temperatures
 from vllm_diffusion.decoding.layouts import CanvasLayout
+from vllm_diffusion.decoding.ways import Way
 from vllm_diffusion.requests.arguments import arguments_of
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters
 from vllm_diffusion.sampling.logprobs import LogprobsRequest
@@ -161,17 +162,20 @@ class PassSettings:
         """Which of the pass's rows its step reads, [num_rows], bool, where canvases are the host's
         to read; ``None`` for all.
         """
-        slots, spec, rows = self._slots, self._slots.spec, self._pass_rows
-        # First tokens are drawn, and drafts verified, by rows that hold no mask.
-        others_read = spec.layout.draws_first_token or spec.layout.verifies or slots.features.viewed
-        if slots.device.type != "cpu" or spec.way_names or others_read:
+        slots, rows = self._slots, self._pass_rows
+        if slots.device.type != "cpu" or slots.features.viewed:
             return None
-        slot, position = rows.slot[: rows.num_rows], rows.position[: rows.num_rows]
-        read = slots.phase[slot] == int(Phase.DENOISING)
-        (rule,) = spec.rules
-        of_rule = rule.read(slots.canvas, slots.num_given, slots.requested.settings)
-        if of_rule is not None:
-            read &= of_rule[slot, position]
+        denoising = (slots.phase == int(Phase.DENOISING))[:, None].expand_as(slots.canvas)
+
+        def read_by(way: Way) -> Tensor:
+            # First tokens are drawn, and drafts verified, by rows that hold no mask.
+            if way.layout.draws_first_token or way.layout.verifies:
+                return torch.ones_like(denoising)
+            read = way.rule.read(slots.canvas, slots.num_given, slots.requested.settings)
+            return denoising if read is None else denoising & read
+
+        of_slots = slots.way.choose(lambda way: way, read_by)
+        read = of_slots[rows.slot[: rows.num_rows], rows.position[: rows.num_rows]]
         return None if bool(read.all()) else read.numpy()
 
     def all_used(self, num_top: int) -> UsedSettings:
