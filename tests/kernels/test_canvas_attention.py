@@ -90,11 +90,7 @@ def test_canvas_attention(impl, left, right, anchor, dtype):
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "impl"),
     [
-        pytest.param(
-            *heads,
-            impl,
-            marks=pytest.mark.slow if impl == "triton-tiny" else (),
-        )
+        pytest.param(*heads, impl, marks=pytest.mark.slow if impl == "triton-tiny" else ())
         for heads in [(1, 1), (16, 8), (16, 2), (6, 2), (20, 1)]
         for impl in IMPLS
     ],

@@ -1,6 +1,5 @@
 """Tests of the inputs that canvas_attention refuses, and of its choice of implementation."""
 
-import functools
 import logging
 import os
 import subprocess
@@ -11,10 +10,7 @@ import torch
 
 from attention_kernels.canvas_attention import api
 from attention_kernels.testing import CanvasBatch, make_canvas_batch
-from tests.support.oracles.canvas_attention import attend
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-make_batch = functools.partial(make_canvas_batch, device=DEVICE)
+from tests.support.oracles.canvas_attention import attend, make_batch
 
 
 def changed(batch: CanvasBatch, **tensors) -> dict:
@@ -63,12 +59,6 @@ def test_canvas_attention_bad_input(arguments, message):
     """A wrong argument is named, with its value and what is allowed."""
     with pytest.raises(ValueError, match=message):
         attend(**arguments)
-
-
-def test_canvas_attention_cute_refused():
-    """An explicit choice of ``cute`` runs or raises."""
-    with pytest.raises(NotImplementedError, match='impl="cute"'):
-        attend(**changed(BATCH), impl="cute")
 
 
 def test_canvas_attention_triton_refused():

@@ -233,9 +233,7 @@ def test_splits_launched_unread():
             query,
             PagedCache(cache, cache),
             Sequences(
-                *(empty(1, 64), empty(2), empty(1), empty(1)),
-                max_query_len=256,
-                max_seq_len=131072,
+                *(empty(1, 64), empty(2), empty(1), empty(1)), max_query_len=256, max_seq_len=131072
             ),
             AttentionOptions(0.1),
             query,

@@ -29,16 +29,8 @@ def words(*values: int) -> list[torch.Tensor]:
     ("counter", "key", "expected"),
     [
         # Known answers of Philox4x32-10 from the authors' Random123 distribution (kat_vectors).
-        (
-            (0, 0, 0, 0),
-            (0, 0),
-            (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8),
-        ),
-        (
-            (0xFFFFFFFF,) * 4,
-            (0xFFFFFFFF,) * 2,
-            (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
-        ),
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
         (
             (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
             (0xA4093822, 0x299F31D0),
@@ -85,12 +77,7 @@ def test_every_part_of_the_key_matters():
 
     def tokens(seed=1, canvas=2, step=3, purpose=Purpose.RENOISE) -> torch.Tensor:
         return uniform_tokens(
-            torch.tensor([seed]),
-            torch.tensor([canvas]),
-            torch.tensor([step]),
-            64,
-            2**18,
-            purpose,
+            torch.tensor([seed]), torch.tensor([canvas]), torch.tensor([step]), 64, 2**18, purpose
         )
 
     base = tokens()

@@ -294,44 +294,36 @@ def test_noise_is_below_its_bound(words):
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("function", "change", "named"),
     [
-        ({"rows": RowLogits(torch.zeros(2, 8), 2)}, "first_id"),
-        ({"rows": RowLogits(torch.zeros(3, 8), 0)}, "projected"),
-        ({"rows": RowLogits(torch.zeros(2, 8, dtype=torch.int32), 0)}, "projected"),
-        ({"weights": torch.zeros(2, 7)}, "weights"),
-        ({"product": torch.zeros(3, 4)}, "product"),
-        ({"impl": "cute"}, "impl"),
+        (update_statistics, {"rows": RowLogits(torch.zeros(2, 8), 2)}, "first_id"),
+        (update_statistics, {"rows": RowLogits(torch.zeros(3, 8), 0)}, "projected"),
+        (update_statistics, {"rows": RowLogits(torch.zeros(2, 8).int(), 0)}, "projected"),
+        (update_statistics, {"weights": torch.zeros(2, 7)}, "weights"),
+        (update_statistics, {"product": torch.zeros(3, 4)}, "product"),
+        (update_statistics, {"impl": "cute"}, "impl"),
+        (add_product, {"product": torch.zeros(2, 5)}, "product"),
+        (add_product, {"product": torch.zeros(2, 4).half()}, "product"),
+        (add_product, {"embedding": torch.zeros(7, 4)}, "embedding"),
+        (add_product, {"embedding": torch.zeros(8, 4).half()}, "embedding"),
     ],
-    ids=["first_id", "rows", "dtype", "weights", "product", "impl"],
 )
-def test_bad_arguments_are_named(change, named):
+def test_bad_arguments_are_named(function, change, named):
     """A wrong argument is refused by name."""
-    arguments = {"rows": RowLogits(torch.zeros(2, 8), 0)} | change
-    running = RunningStatistics.empty(2, torch.device("cpu"))
-    draws = make_draws(2, torch.Generator().manual_seed(0))
-    with pytest.raises(ValueError, match=named):
-        update_statistics(running, draws=draws, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"product": torch.zeros(2, 5)}, "product"),
-        ({"product": torch.zeros(2, 4, dtype=torch.float16)}, "product"),
-        ({"embedding": torch.zeros(7, 4)}, "embedding"),
-        ({"embedding": torch.zeros(8, 4, dtype=torch.float16)}, "embedding"),
-    ],
-)
-def test_wrong_products_are_named(change, named):
-    """A wrong shape of a product is refused by name."""
     given = {
-        "product": torch.zeros(2, 4),
-        "weights": torch.zeros(2, 8),
-        "embedding": torch.zeros(8, 4),
+        update_statistics: {
+            "running": RunningStatistics.empty(2, torch.device("cpu")),
+            "rows": RowLogits(torch.zeros(2, 8), 0),
+            "draws": make_draws(2, torch.Generator().manual_seed(0)),
+        },
+        add_product: {
+            "product": torch.zeros(2, 4),
+            "weights": torch.zeros(2, 8),
+            "embedding": torch.zeros(8, 4),
+        },
     }
     with pytest.raises(ValueError, match=named):
-        add_product(**(given | change))
+        function(**(given[function] | change))
 
 
 @pytest.mark.parametrize("num_rows", [1, 5, 256])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,11 +47,11 @@ class Choice:
         self.logprobs += [entry["logprob"] for entry in report.get("content") or ()]
         self.steps += sent.get("diffusion_step_map") or ()
         for i, call in enumerate(message.get("tool_calls") or ()):
-            at = call.get("index", i)
+            at, function = call.get("index", i), call.get("function") or {}
             while len(self.calls) <= at:
                 self.calls.append({"name": "", "arguments": ""})
-            self.calls[at]["name"] += call["function"].get("name") or ""
-            self.calls[at]["arguments"] += call["function"].get("arguments") or ""
+            for part in ("name", "arguments"):
+                self.calls[at][part] += function.get(part) or ""
 
 
 @dataclass
@@ -90,6 +90,29 @@ class Answer:
         ]
 
 
+def events(text: str) -> list[Any]:
+    """Return the JSON of a stream's events, or nothing if ``text`` is not a stream."""
+    lines = (line for line in text.splitlines() if line.startswith("data: {"))
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def bodies_of(text: str) -> list[Any]:
+    """Return the events of a stream, or the only body of another answer."""
+    return events(text) or [json.loads(text)]
+
+
+def choices_of(bodies: Iterable[Mapping[str, Any]]) -> list[Choice]:
+    """Return the choices of a body, or of all events of a stream together."""
+    choices: dict[int, Choice] = {}
+    for body in bodies:
+        for sent in body.get("choices") or ():
+            choice = choices.setdefault(sent["index"], Choice())
+            choice.take(sent)
+            if body.get("type") == "diffusion_step_map":
+                choice.steps += body["steps"]
+    return [choices[index] for index in sorted(choices)]
+
+
 def ask(client: httpx.Client, path: str, body: Mapping[str, Any]) -> Answer:
     """Post a request and read its answer, or the events of its stream."""
     response = client.post(path, json=body)
@@ -97,8 +120,7 @@ def ask(client: httpx.Client, path: str, body: Mapping[str, Any]) -> Answer:
     if response.status_code != httpx.codes.OK:
         _take_error(answer, response.json())
         return answer
-    bodies = [response.json()] if not body.get("stream") else list(_events(response.text))
-    choices: dict[int, Choice] = {}
+    bodies = bodies_of(response.text)
     for each in bodies:
         if "error" in each:
             # Within a stream: too late for a status.
@@ -106,7 +128,6 @@ def ask(client: httpx.Client, path: str, body: Mapping[str, Any]) -> Answer:
             _take_error(answer, each)
             return answer
         for sent in each.get("choices") or ():
-            choices.setdefault(sent["index"], Choice()).take(sent)
             answer.num_prompt_ids += len(sent.get("prompt_token_ids") or ())
             if sent.get("prompt_logprobs") is not None:
                 answer.num_prompt_logprobs = len(sent["prompt_logprobs"])
@@ -114,19 +135,10 @@ def ask(client: httpx.Client, path: str, body: Mapping[str, Any]) -> Answer:
             answer.num_prompt_logprobs = len(each["prompt_logprobs"])
         answer.usage = each.get("usage") or answer.usage
         answer.num_frames += each.get("type") == "diffusion_frame"
-        if each.get("type") == "diffusion_step_map":
-            (sent,) = each["choices"]
-            choices[sent["index"]].steps += each["steps"]
-    answer.choices = [choices[index] for index in sorted(choices)]
+    answer.choices = choices_of(bodies)
     return answer
 
 
 def _take_error(answer: Answer, body: Mapping[str, Any]) -> None:
     error = body.get("error") or body
     answer.param, answer.message = error.get("param"), str(error.get("message"))
-
-
-def _events(text: str) -> Any:
-    for line in text.splitlines():
-        if line.startswith("data: {"):
-            yield json.loads(line.removeprefix("data: "))

@@ -25,12 +25,7 @@ SCHEMA = {
 }
 TOOL = {
     "type": "function",
-    "function": {
-        "name": "store",
-        "description": "Store it.",
-        "parameters": SCHEMA,
-        "strict": True,
-    },
+    "function": {"name": "store", "description": "Store it.", "parameters": SCHEMA, "strict": True},
 }
 REGEX = "[a-c]{2,4}"
 WORDS = ["red", "blue"]

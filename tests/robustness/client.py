@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from tests.pairs.answers import bodies_of, choices_of, events
 from tests.robustness.requests import CHAT, COMPLETIONS, Request
 
 
@@ -133,15 +134,6 @@ def send(client: httpx.Client, request: Request, seconds: float) -> Outcome:
     return Outcome(status, text, time.monotonic() - begun, ending)
 
 
-def events(text: str) -> list[Any]:
-    """Return the JSON of a stream's events, or nothing if ``text`` is not a stream."""
-    found = []
-    for line in text.splitlines():
-        if line.startswith("data: {"):
-            found.append(json.loads(line.removeprefix("data: ")))
-    return found
-
-
 def _error_event(text: str) -> int | None:
     """Return the code of an error in a stream that had begun with 200."""
     if "error" not in text or not text.lstrip().startswith(("data:", "event:")):
@@ -160,21 +152,5 @@ def _error_event(text: str) -> int | None:
 def answers(request: Request, outcome: Outcome) -> list[Any]:
     """Return each choice's text and finish reason, without rounded numbers and random names."""
     assert request.path in (COMPLETIONS, CHAT)
-    if not events(outcome.text):
-        choices = json.loads(outcome.text)["choices"]
-        return [_said(choice, choice.get("message", choice)) for choice in choices]
-    joined: dict[int, list[Any]] = {}
-    for event in events(outcome.text):
-        for choice in event["choices"]:
-            part = _said(choice, choice.get("delta", choice))
-            before = joined.setdefault(choice["index"], ["", "", "", None])
-            texts = [old + new for old, new in zip(before[:3], part[:3], strict=True)]
-            joined[choice["index"]] = [*texts, part[3] or before[3]]
-    return [joined[index] for index in sorted(joined)]
-
-
-def _said(choice: dict[str, Any], part: dict[str, Any]) -> list[Any]:
-    calls = [call.get("function") or {} for call in part.get("tool_calls") or ()]
-    written = "".join((call.get("name") or "") + (call.get("arguments") or "") for call in calls)
-    text = part.get("content") or part.get("text") or ""
-    return [text, part.get("reasoning") or "", written, choice.get("finish_reason")]
+    choices = choices_of(bodies_of(outcome.text))
+    return [(one.text, one.thought, one.calls, one.finish) for one in choices]

@@ -4,22 +4,19 @@
     python -m tests.robustness.recorded --write after.json
     python -m tests.robustness.recorded --compare before.json after.json
 
-A recording has three parts. *Requests*: those of a campaign (``requests.py``) at servers of
-DiffusionGemma and SDAR in both orders of passes: status, refused field, message, answer with its
-token ids, and how many passes and denoising steps each group of them took. *Commands*: usage of
-each command. *Refusals*: every message that a test expects to be raised. The comparison prints what
-differs side by side; paths, ports and seconds are left out.
+The requests are those of a campaign (``requests.py``) at servers of DiffusionGemma and SDAR in both
+orders of passes: status, refused field, message, answer with its token ids, and how many passes and
+denoising steps each group of them took. The comparison prints what differs side by side; paths,
+ports and seconds are left out. ``python -m tests.support.messages`` lists every message.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import difflib
 import hashlib
 import json
-import os
 import re
 import sys
 import tempfile
@@ -29,17 +26,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from tests.robustness.campaign import describe
-from tests.robustness.client import Outcome, answers, events, send
+from tests.pairs.answers import bodies_of, choices_of
+from tests.robustness.campaign import UNSHARED, describe
+from tests.robustness.client import Outcome, answers, send
 from tests.robustness.requests import CHAT, COMPLETIONS, Request, Served, draw_request
-from tests.support.engines.server import PARSERS, Server, start_server, stop_server
+from tests.support.engines.server import PARSERS, Server, start_server
 from vllm_diffusion.checkpoints import shipped_checkpoint
-from vllm_diffusion.cli.main import build_parser
 
 REQUESTS = 2000
 SEED = 27
@@ -58,11 +54,6 @@ NOT_OF_SDAR = (
 SDAR_CANVAS_LENGTH = 8
 ORDERS = {"sync": "--no-async-scheduling", "async": "--async-scheduling"}
 COUNTERS = ("vllm_diffusion:passes_total", "vllm_diffusion:denoise_steps_per_canvas_sum")
-# Where tests hold what is refused, besides requests.
-REFUSAL_TESTS = (
-    *("tests/unit/startup", "tests/unit/requests", "tests/unit/families"),
-    *("tests/integration/test_bad_startup.py", "tests/integration/families/test_bad_input.py"),
-)
 _VARIABLE = (
     (re.compile(r"(/[\w.@+-]+){2,}"), "<path>"),
     (re.compile(r"127\.0\.0\.1:\d+"), "<address>"),
@@ -90,12 +81,6 @@ def reproducible(request: Request, number: int, family: str) -> Request:
     return dataclasses.replace(request, body=body, leaves_after=None)
 
 
-def _token_ids(text: str) -> list[Any]:
-    """Token ids of an answer, those of each event where it is a stream."""
-    parts = events(text) or [json.loads(text)]
-    return [choice.get("token_ids") for part in parts for choice in part.get("choices", ())]
-
-
 def row_of(request: Request, outcome: Outcome) -> dict[str, Any]:
     """What is recorded of one request."""
     row: dict[str, Any] = {"kind": request.kind, "path": request.path, "status": outcome.status}
@@ -111,11 +96,10 @@ def row_of(request: Request, outcome: Outcome) -> dict[str, Any]:
     if request.path not in (COMPLETIONS, CHAT) or request.kind == "hostile":
         return row
     said = answers(request, outcome)
-    flat = [ids for ids in _token_ids(outcome.text) if ids]
-    joined = [token for ids in flat for token in ids] if len(said) == 1 else sorted(flat)
-    content = json.dumps([said, joined])
+    token_ids = [one.ids for one in choices_of(bodies_of(outcome.text))]
+    content = json.dumps([said, token_ids])
     return row | {
-        "text": str(said[0][0])[:40] if said else "",
+        "text": said[0][0][:40] if said else "",
         "tokens": hashlib.sha256(content.encode()).hexdigest()[:12],
     }
 
@@ -139,9 +123,8 @@ def record_server(
     What is not counted is sent when the others are: hostile requests, whose seed may be theirs to
     choose, and those with stop strings, which the API process finds while passes go on.
     """
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     with (
-        httpx.Client(base_url=server.url, limits=limits) as client,
+        httpx.Client(base_url=server.url, limits=UNSHARED) as client,
         ThreadPoolExecutor(CLIENTS) as pool,
     ):
         for first in track(range(0, len(numbers), GROUP), family):
@@ -181,84 +164,27 @@ def record_requests(num_requests: int, folder: Path) -> dict[str, list[dict[str,
             if images:
                 options += [*PARSERS, "--limit-mm-per-prompt", '{"image": 1, "video": 0}']
             log = folder / f"{family}-{order}.log"
-            server = start_server(shipped_checkpoint(checkpoint), log, *options)
-            try:
+            with start_server(shipped_checkpoint(checkpoint), log, *options) as server:
                 served = describe(server, images=images)
                 if not images:
                     served = dataclasses.replace(served, canvas_length=SDAR_CANVAS_LENGTH)
                 numbers = range(index * share, (index + 1) * share)
                 rows = list(record_server(server, served, numbers, family))
-                found[f"{family} {order}"] = rows
-                if any(str(row.get("status")).startswith("5") for row in rows):
-                    said = log.read_text(errors="replace").splitlines()
-                    print(*(line for line in said if " ERROR " in line), sep="\n")
-            finally:
-                stop_server(server)
+            found[f"{family} {order}"] = rows
+            if any(str(row.get("status")).startswith("5") for row in rows):
+                said = log.read_text(errors="replace").splitlines()
+                print(*(line for line in said if " ERROR " in line), sep="\n")
     return found
-
-
-def usages(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, str]]:
-    """Every command that runs something, and its usage."""
-    nested = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-    if not nested:
-        yield name, parser.format_help()
-    for action in nested:
-        for own, below in action.choices.items():
-            yield from usages(below, f"{name} {own}")
-
-
-def record_commands() -> dict[str, str]:
-    """Return the usage of each command; `test_cli_values.py` has the refused command lines."""
-    return dict(usages(build_parser(), "vllm-diffusion"))
-
-
-class RaisedMessages:
-    """A pytest plugin that keeps every message which a test expects to be raised."""
-
-    def __init__(self) -> None:
-        self.messages: set[str] = set()
-
-    @pytest.hookimpl
-    def pytest_configure(self) -> None:
-        stock, messages = pytest.RaisesExc.__exit__, self.messages
-
-        def keeping(this: Any, *raised: Any) -> Any:
-            if raised[1] is not None:
-                messages.add(f"{type(raised[1]).__name__}: {without_variables(str(raised[1]))}")
-            return stock(this, *raised)
-
-        pytest.RaisesExc.__exit__ = keeping  # type: ignore[method-assign]
-
-
-def record_refusals() -> list[str]:
-    """Messages that tests expect to be raised, sorted."""
-    plugin = RaisedMessages()
-    # Captured output of tests would be printed among the recording's own.
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        code = pytest.main(
-            ["-q", "-m", "not slow", "-p", "no:cacheprovider", *REFUSAL_TESTS], [plugin]
-        )
-    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        raise RuntimeError(f"the tests that raise ended with {code}")
-    return sorted(plugin.messages)
-
-
-def lines_of(part: Any) -> list[str]:
-    """One line for each thing that was recorded in a part."""
-    if isinstance(part, dict):
-        return [
-            f"{name}: {json.dumps(row, ensure_ascii=False)}"
-            for name, rows in part.items()
-            for row in (rows if rows and isinstance(rows[0], dict) else [rows])
-        ]
-    return [str(line) for line in part]
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
     """Print what differs side by side; the number of lines that do."""
     num_different = 0
     for name in before.keys() | after.keys():
-        old, new = lines_of(before.get(name, [])), lines_of(after.get(name, []))
+        old, new = (
+            [json.dumps(row, ensure_ascii=False) for row in recording.get(name, [])]
+            for recording in (before, after)
+        )
         table = Table("before", "after", title=name, show_lines=True)
         for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(None, old, new, False).get_opcodes():
             if tag != "equal":
@@ -275,12 +201,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--write", type=Path, help="the file to write a recording to")
     parser.add_argument("--requests", type=int, default=REQUESTS, help="of all servers")
-    parser.add_argument(
-        "--parts",
-        nargs="+",
-        choices=("requests", "commands", "refusals"),
-        default=("requests", "commands", "refusals"),
-    )
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("BEFORE", "AFTER"))
     chosen = parser.parse_args(arguments)
     if chosen.compare:
@@ -288,17 +208,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(compare(before, after) > 0)
     if chosen.write is None:
         parser.error("--write FILE, or --compare BEFORE AFTER")
-    makers = {
-        "requests": lambda folder: record_requests(chosen.requests, folder),
-        "commands": lambda folder: record_commands(),
-        "refusals": lambda folder: record_refusals(),
-    }
-    recording: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="recorded-") as folder:
-        for part in chosen.parts:
-            recording[part] = makers[part](Path(folder))
-            # After each part, since one takes minutes.
-            chosen.write.write_text(json.dumps(recording, indent=0), encoding="utf-8")
+        recording = record_requests(chosen.requests, Path(folder))
+    chosen.write.write_text(json.dumps(recording, indent=0), encoding="utf-8")
     return 0
 
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tests.pairs.fields import CHAT, COMPLETIONS, TOOL
 from tests.robustness.described import json_of, request_schemas
 from vllm_diffusion.requests.json_schema import CONSTRAINING, NOTES
 
@@ -29,7 +30,7 @@ Fields = Mapping[str, Callable[[random.Random], Any]]
 Posted = tuple[str, Any]
 # How often each kind is drawn, of ten.
 KINDS = ("valid",) * 5 + ("edge",) * 3 + ("hostile",) * 2
-COMPLETIONS, CHAT, DECISIONS = "/v1/completions", "/v1/chat/completions", "/v1/decisions"
+DECISIONS = "/v1/decisions"
 
 
 @dataclass(frozen=True)
@@ -106,17 +107,6 @@ SCHEMAS: tuple[dict[str, Any], ...] = (
 GRAMMARS = ('root ::= "a" | "b" root', 'root ::= [0-9]+ ("," [0-9]+)*')
 CHOICES = (["yes", "no"], ["one"], ["a", "ab", "abc"])
 WORDS = (["e"], ["th", "15"], ["a", "b", "c"])
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-            "required": ["city"],
-        },
-    },
-}
 
 
 def _token_id(served: Served, rng: random.Random) -> int:
@@ -507,32 +497,16 @@ BROKEN_BODIES = (
 
 
 _ODD_VALUES = (
-    None,
-    True,
-    False,
-    0,
-    -1,
-    1.5,
-    5,
-    "",
-    "x",
-    "^a",
-    [],
-    {},
-    [5],
-    ["a"],
-    {"a": 5},
-    {"type": 5},
-    [{"type": "string"}],
+    *(None, True, False, 0, -1, 1.5, 5, "", "x", "^a", [], {}, [5], ["a"]),
+    *({"a": 5}, {"type": 5}, [{"type": "string"}]),
 )
 
 
 def _odd_schema(rng: random.Random, depth: int = 0) -> Any:
     """Return keywords of JSON Schema with values of any type."""
     schema: dict[str, Any] = {}
-    for keyword in rng.sample(
-        sorted(CONSTRAINING | NOTES | {"nullable", "title"}), rng.randint(1, 3)
-    ):
+    known = sorted(CONSTRAINING | NOTES | {"nullable", "title"})
+    for keyword in rng.sample(known, rng.randint(1, 3)):
         inner = _odd_schema(rng, depth + 1) if depth < 2 else {"type": "string"}
         odd = rng.choice(_ODD_VALUES)
         schema[keyword] = rng.choice([odd, inner, [inner], {"a": inner}])

@@ -23,6 +23,8 @@ from vllm_diffusion.hooks.upstream import SUPPORTED
 ROOT = Path(__file__).resolve().parents[2]
 CONTAINERFILE = (ROOT / "Containerfile").read_text(encoding="utf-8")
 FOLDER = ROOT / "examples/kubernetes"
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+SERVICES = yaml.safe_load((ROOT / "examples/compose/compose.yaml").read_text("utf-8"))["services"]
 
 
 def _required(package: str) -> set[str]:
@@ -49,8 +51,8 @@ def _required(package: str) -> set[str]:
 
 def test_image_has_our_dependencies() -> None:
     """The image is vLLM's, and installs only this package."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    ours = {canonicalize_name(Requirement(line).name) for line in project["dependencies"]}
+    dependencies = PYPROJECT["project"]["dependencies"]
+    ours = {canonicalize_name(Requirement(line).name) for line in dependencies}
     assert ours <= _required("vllm")
     assert "--no-deps" in CONTAINERFILE
 
@@ -62,8 +64,7 @@ def test_image_copies_the_package() -> None:
     sources = re.findall(r"^COPY (.+) /\S+$", CONTAINERFILE, re.MULTILINE)
     copied = {name for line in sources for name in line.split()}
     assert all((ROOT / name).exists() for name in copied)
-    build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    wheel = build["tool"]["hatch"]["build"]["targets"]["wheel"]
+    wheel = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert copied >= {"pyproject.toml", "README.md", *wheel["packages"]}
 
 
@@ -95,10 +96,7 @@ def _kserve() -> list[str]:
 
 
 def _compose() -> list[str]:
-    services = yaml.safe_load((ROOT / "examples/compose/compose.yaml").read_text("utf-8"))[
-        "services"
-    ]
-    return services["server"]["command"]
+    return SERVICES["server"]["command"]
 
 
 @pytest.mark.engine
@@ -153,10 +151,7 @@ def _check_probes(container: dict[str, Any]) -> None:
 
 def test_composed_services() -> None:
     """Open WebUI waits for the image's health check, and sends the server's key."""
-    services = yaml.safe_load((ROOT / "examples/compose/compose.yaml").read_text("utf-8"))[
-        "services"
-    ]
-    server, webui = services["server"], services["webui"]
+    server, webui = SERVICES["server"], SERVICES["webui"]
     assert webui["depends_on"] == {"server": {"condition": "service_healthy"}}
     assert "HEALTHCHECK" in CONTAINERFILE
     assert webui["environment"]["OPENAI_API_BASE_URL"] == "http://server:8000/v1"
@@ -169,8 +164,7 @@ def test_composed_services() -> None:
 
 def test_image_says_which_release_it_is() -> None:
     """The labels have the version of the package and the name of the base image."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert f'image.version="{project["version"]}"' in CONTAINERFILE
+    assert f'image.version="{PYPROJECT["project"]["version"]}"' in CONTAINERFILE
     assert f'base.name="vllm/vllm-openai:v{SUPPORTED}.0"' in CONTAINERFILE
 
 

@@ -84,9 +84,7 @@ def test_register_never_raises(
     assert "vllm-diffusion could not register itself" in vllm_log.text
 
 
-def test_register_failure_is_an_error_of_a_diffusion_checkpoint(
-    tables: pytest.MonkeyPatch,
-) -> None:
+def test_register_failure_is_an_error_of_a_diffusion_checkpoint(tables: pytest.MonkeyPatch) -> None:
     """A failed registration is reported when a diffusion checkpoint is configured."""
     tables.delattr("vllm.v1.engine.input_processor.InputProcessor.process_inputs")
     plugin.register()

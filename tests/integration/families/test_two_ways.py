@@ -18,7 +18,8 @@ from tests.support.engines.engine import TracedEngine
 from tests.support.engines.generate import tokens_of_batch
 from tests.support.families.model import prompt_of
 from tests.support.models.checkpoints import random_checkpoint
-from tests.support.oracles.gemma4 import encoder_as_gemma4, greedy_tokens, logits_of
+from tests.support.models.drafts import greedy_tokens
+from tests.support.oracles.gemma4 import encoder_as_gemma4, logits_of
 from tests.support.oracles.oracle import Oracle
 
 pytestmark = pytest.mark.engine

@@ -14,7 +14,8 @@ from tests.support.counters.row_counts import RowCounter, RowCounts
 from tests.support.engines.engine import SYNCHRONOUS_OFTEN, TracedEngine
 from tests.support.families.model import prompt_of
 from tests.support.models.checkpoints import random_checkpoint
-from tests.support.oracles.gemma4 import encoder_as_gemma4, greedy_tokens, logits_of
+from tests.support.models.drafts import greedy_tokens
+from tests.support.oracles.gemma4 import encoder_as_gemma4, logits_of
 from vllm_diffusion.metrics import request_metrics
 
 pytestmark = pytest.mark.engine

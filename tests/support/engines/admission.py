@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.input_processor import InputProcessor
 
 from tests.support.engines.vllm_configs import replan, vllm_config
@@ -67,3 +71,11 @@ def checked(params: Any, spec: Any, checkpoint: Any = None) -> None:
     config = vllm_config(checkpoint)
     replan(config, spec=spec)
     validate(params, config)
+
+
+@contextmanager
+def refused(field: str, words: str = "") -> Iterator[pytest.ExceptionInfo[VLLMValidationError]]:
+    """Check that a request is refused by the name of a field, in words that match."""
+    with pytest.raises(VLLMValidationError, match=words) as raised:
+        yield raised
+    assert raised.value.parameter == field

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,39 @@ def small_engine(model: Path | str, **options: Any) -> dict[str, Any]:
     return {"model": str(model)} | SMALL | options
 
 
+def run_aside(
+    module: str, job: Any, *, timeout: float = 900, **environment: str
+) -> tuple[Any, str]:
+    """Run a module that calls :func:`work_aside` in a process of its own.
+
+    Returns:
+        The result of its work, and what it printed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        process = subprocess.run(
+            [sys.executable, "-m", module, str(result)],
+            input=json.dumps(job),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+            env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment,
+        )
+        assert process.returncode == 0, process.stderr[-6000:]
+        return json.loads(result.read_text()), process.stdout + process.stderr
+
+
+def work_aside(work: Callable[[Any], Any]) -> None:
+    """Do in this process what :func:`run_aside` asks of it."""
+    # A collection walks the million objects that imports make. vLLM asks for several when it starts
+    # and when it ends, and Python for more: together half of this process's time.
+    gc.disable()
+    gc.unfreeze = gc.collect = lambda *_: 0
+    atexit.register(gc.freeze)
+    Path(sys.argv[1]).write_text(json.dumps(work(json.load(sys.stdin))))
+
+
 def run_engine(job: dict[str, Any], **environment: str) -> dict[str, Any]:
     """Start a process, run ``job``, return what it wrote.
 
@@ -41,24 +75,9 @@ def run_engine(job: dict[str, Any], **environment: str) -> dict[str, Any]:
             is the first one's with what was generated for it.
         environment: Variables for the process.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        process = subprocess.run(
-            [sys.executable, __file__, str(result)],
-            input=json.dumps(job),
-            capture_output=True,
-            text=True,
-            timeout=900,
-            check=False,
-            env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-            # Ranks begin with what this one has imported, half of their start's work.
-            | {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
-            | environment,
-        )
-        assert process.returncode == 0, process.stderr[-6000:]
-        answer = json.loads(result.read_text())
-        answer["log"] = process.stdout + process.stderr
-        return answer
+    # Ranks begin with what this one has imported, half of their start's work.
+    answer, log = run_aside(__name__, job, VLLM_WORKER_MULTIPROC_METHOD="fork", **environment)
+    return {**answer, "log": log}
 
 
 def tokens_of_batch(
@@ -124,18 +143,11 @@ def run_batches(llm: Any, job: dict[str, Any]) -> list[list[dict[str, Any]]]:
     return batches
 
 
-def main() -> None:
+def _generate(job: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM
 
-    job = json.load(sys.stdin)
-    llm = LLM(**job["engine"])
-    Path(sys.argv[1]).write_text(json.dumps({"batches": run_batches(llm, job)}))
+    return {"batches": run_batches(LLM(**job["engine"]), job)}
 
 
 if __name__ == "__main__":
-    # A collection walks the million objects that imports make. vLLM asks for several when it starts
-    # and when it ends, and Python for more: together half of this process's time.
-    gc.disable()
-    gc.unfreeze = gc.collect = lambda *_: 0
-    atexit.register(gc.freeze)
-    main()
+    work_aside(_generate)

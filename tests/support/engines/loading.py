@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.support.engines.generate import run_aside, work_aside
 from tests.support.engines.vllm_configs import configure
 
 
@@ -67,15 +64,8 @@ def load_in_stock(*folders: Path) -> list[str | list[str]]:
     Returns:
         For each what its loading raised, or the parameters that differ from the first one's.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.engines.loading", *map(str, folders)],
-        env={**os.environ, "VLLM_PLUGINS": "vllm_diffusion_cpu"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=True,
-    )
-    return list(json.loads(done.stdout.splitlines()[-1]))
+    found, _ = run_aside(__name__, [*map(str, folders)], VLLM_PLUGINS="vllm_diffusion_cpu")
+    return list(found)
 
 
 def _compare(folders: list[Path]) -> Iterator[str | list[str]]:
@@ -105,5 +95,4 @@ def _compare(folders: list[Path]) -> Iterator[str | list[str]]:
 
 if __name__ == "__main__":
     with one_rank():
-        outcomes = list(_compare([Path(folder) for folder in sys.argv[1:]]))
-    print(json.dumps(outcomes))
+        work_aside(lambda folders: [*_compare([*map(Path, folders)])])

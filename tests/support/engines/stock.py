@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from tests.support.engines.generate import small_engine
+from tests.support.engines.generate import run_aside, small_engine, work_aside
 
 
 def run_in_stock(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -29,20 +21,12 @@ def run_in_stock(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         loads the model (load) or at the request, and its ``error``; or ``tokens``, and how many
         drafts were ``accepted``.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder) / "results.json"
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.support.engines.stock", str(results)],
-            # Stock's sampler is compiled where it can be, for half a minute.
-            env={**os.environ, "VLLM_PLUGINS": "vllm_diffusion_cpu", "TORCHDYNAMO_DISABLE": "1"},
-            input=json.dumps(jobs),
-            capture_output=True,
-            text=True,
-            timeout=1700,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-6000:]
-        return list(json.loads(results.read_text()))
+    # Stock's sampler is compiled where it can be, for half a minute.
+    stock = {"VLLM_PLUGINS": "vllm_diffusion_cpu", "TORCHDYNAMO_DISABLE": "1"}
+    results, _ = run_aside(
+        __name__, jobs, timeout=1700, VLLM_ENABLE_V1_MULTIPROCESSING="0", **stock
+    )
+    return list(results)
 
 
 def _run(job: dict[str, Any]) -> dict[str, Any]:
@@ -90,10 +74,4 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    # As in generate.py.
-    gc.disable()
-    gc.unfreeze = gc.collect = lambda *_: 0
-    atexit.register(gc.freeze)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    outcomes = [_run(job) for job in json.load(sys.stdin)]
-    Path(sys.argv[1]).write_text(json.dumps(outcomes))
+    work_aside(lambda jobs: [_run(job) for job in jobs])

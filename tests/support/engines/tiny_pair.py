@@ -32,11 +32,7 @@ _salts = itertools.count()
 
 def dflash(draft: Path | None = None) -> dict[str, Any]:
     """Return ``speculative_config`` of the shipped draft, or of another one of its shape."""
-    return {
-        "method": "dflash",
-        "model": str(draft or shipped_draft()),
-        "num_speculative_tokens": 7,
-    }
+    return {"method": "dflash", "model": str(draft or shipped_draft()), "num_speculative_tokens": 7}
 
 
 def save_random_draft(folder: Path) -> Path:

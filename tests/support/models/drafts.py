@@ -129,7 +129,7 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Te
     return noise * (1.0 if "embed" in name else 1.5 / shape[-1] ** 0.5)
 
 
-def greedy_tokens(model: Any, prompt: list[int], max_tokens: int) -> list[int]:
+def greedy_tokens(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
     """Return greedy tokens of ``transformers``, computed once for each model, whose weights
     stay.
     """
@@ -142,6 +142,7 @@ def _greedy_tokens(model: Any, prompt: tuple[int, ...], max_tokens: int) -> tupl
         output = model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            min_new_tokens=max_tokens,
             max_new_tokens=max_tokens,
             do_sample=False,
             eos_token_id=None,

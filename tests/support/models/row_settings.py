@@ -14,12 +14,7 @@ from tests.support.models.heads import output_head
 from vllm_diffusion.canvas.pass_rows import rows_of
 from vllm_diffusion.decoding.statistics import PositionStatistics
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters, draw_filtered
-from vllm_diffusion.sampling.logprobs import (
-    LogprobsRequest,
-    no_logprobs,
-    row_logprobs,
-    write_rows,
-)
+from vllm_diffusion.sampling.logprobs import LogprobsRequest, no_logprobs, row_logprobs, write_rows
 from vllm_diffusion.sampling.output_head import OutputHead
 from vllm_diffusion.sampling.row_adjustments import RowAdjustments
 from vllm_diffusion.sampling.vocabulary_stream import sample_rows

@@ -116,10 +116,7 @@ PARAMETERS = _objects(VALUES)
 
 
 def tool(parameters: Any, name: str = "store", **function: Any) -> dict[str, Any]:
-    return {
-        "type": "function",
-        "function": {"name": name, "parameters": parameters, **function},
-    }
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **function}}
 
 
 def tool_request(tools: list[dict[str, Any]], **fields: Any) -> ChatCompletionRequest:

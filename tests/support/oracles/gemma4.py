@@ -54,21 +54,3 @@ def logits_of(model: Any, ids: Sequence[int]) -> Tensor:
     """Return logits [len(ids), vocab_size], float32, softcapped."""
     found: Tensor = model(torch.tensor([list(ids)])).logits[0]
     return found
-
-
-@torch.no_grad()
-def greedy_tokens(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """Return the ``max_tokens`` likeliest tokens in turn, whatever ends an answer."""
-    ids = torch.tensor([list(prompt)])
-    found = model.generate(
-        ids,
-        # Otherwise ids of padding are taken for padding.
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        min_new_tokens=max_tokens,
-        max_new_tokens=max_tokens,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    tokens: list[int] = found[0, len(prompt) :].tolist()
-    return tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -53,18 +52,6 @@ def test_document():
     assert written == page, "run python benchmarks/gpu/campaign.py report --write"
     first_table = page.index("\n|")
     assert page.index("<!-- measured -->") < first_table < page.index("<!-- end of measured -->")
-
-
-def test_each_ratio_to_stock_in_the_document_names_the_back_end():
-    """Every row with a figure of stock's servers ends with their attention back end."""
-    page = records.DOCUMENT.read_text(encoding="utf-8")
-    table = page.partition("<!-- measured -->")[2].partition("<!-- end of measured -->")[0]
-    rows = [
-        line for figure in FIGURES if figure.sides for line in lines(table, f"| {figure.text} |")
-    ]
-    assert len(rows) >= 3
-    for row in rows:
-        assert re.search(r"\| stock, \w*(TRITON|FLASH)_ATTN[\w, ]* \|$", row), row
 
 
 def test_a_ratio_names_its_peer():

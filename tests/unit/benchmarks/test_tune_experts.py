@@ -60,17 +60,3 @@ def test_tiles_are_written_under_the_name_of_this_card(which, tmp_path, monkeypa
     monkeypatch.setattr(fused_moe, "get_device_name_as_file_name", lambda: "Another_Card")
     path = backends.write_tiles(which, tmp_path / "tiles")
     assert set(tuned(path)(128, 704, "fp8_w8a8")) >= {256, 2048}
-
-
-@pytest.mark.engine
-def test_tuning_times_replays_of_a_graph(monkeypatch):
-    """A configuration is compiled by one eager call and timed by replays of a graph."""
-    from vllm.model_executor.layers.fused_moe import fused_moe
-
-    calls = []
-    monkeypatch.setattr(fused_moe, "fused_experts", lambda *args, **options: calls.append("eager"))
-    monkeypatch.setattr(tuner, "as_served", lambda call: lambda: calls.append("replay"))
-    timer = tuner.gpu_timer(tuner.Experts(4, 8, 16, 2, "bf16"))
-    assert timer(8, {}) > 0
-    assert calls[0] == "eager"
-    assert set(calls[1:]) == {"replay"}

@@ -9,19 +9,19 @@ from collections import defaultdict
 from collections.abc import Callable
 from itertools import product
 from math import prod
+from typing import Any
 
 import pytest
 import torch
 
+from tests.support.models.slots import predicted, slot_inputs, slots_of
 from tests.support.models.specs import diffusion_gemma_spec
-from tests.unit.canvas.test_step import idle_pass
-from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest
+from vllm_diffusion.canvas.slots import NewRequest
 from vllm_diffusion.canvas.step import CanvasStep
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.entropy_bound import DenoisedDraft
 from vllm_diffusion.decoding.layouts import VerifiedDraft
 from vllm_diffusion.decoding.reveal import LinearSpec
-from vllm_diffusion.decoding.statistics import PositionStatistics
 from vllm_diffusion.requests.arguments import RequestArguments
 
 pytestmark = pytest.mark.engine
@@ -99,30 +99,22 @@ def verified(spec: CanvasSpec, said: list[int], draft: list[int]) -> list[list[i
         said: Tokens up to the canvas's first one.
         draft: The canvas that the rows of every step predict.
     """
-    slots = CanvasSlots(len(DRAWS), spec, VOCAB, torch.device("cpu"))
-    for slot in range(len(DRAWS)):
-        slots.add_request(slot, NewRequest(RequestArguments(), seed=slot))
-    slots.apply_staged_writes()
+    requests = [NewRequest(RequestArguments(), seed=slot) for slot in range(len(DRAWS))]
+    slots = slots_of(spec, *requests, vocab_size=VOCAB)
     step = CanvasStep(slots, commits=lambda way: True, compile_backend=None)
-    zeros = torch.zeros(DRAWS.shape)
 
-    def run(drawn: torch.Tensor, **changes: torch.Tensor) -> list[int]:
-        output = step(
-            PositionStatistics(drawn, drawn, zeros, zeros),
-            idle_pass(len(DRAWS))._replace(**changes),
-        )
-        return output.num_emitted.tolist()
+    def run(drawn: Any, width: int = CANVAS, **changes: torch.Tensor) -> list[int]:
+        return step(
+            predicted(drawn), slot_inputs(len(DRAWS), width, **changes)
+        ).num_emitted.tolist()
 
     everyone = torch.ones(len(DRAWS), dtype=torch.bool)
-    rows = torch.full((len(DRAWS),), CANVAS, dtype=torch.int32)
-    run(torch.full(DRAWS.shape, said[-1]), last_known=everyone)
+    run(torch.full(DRAWS.shape, said[-1]), 0, last_known=everyone)
     for _ in range(spec.max_denoising_steps):
         # The token at the first position is not drafted.
-        assert run(torch.tensor([[VOCAB - 1, *draft[1:]]] * len(DRAWS)), num_rows=rows) == [
-            0
-        ] * len(DRAWS)
+        assert not any(run([[VOCAB - 1, *draft[1:]]] * len(DRAWS)))
     assert slots.canvas.tolist() == [draft] * len(DRAWS)
-    emitted = run(DRAWS, num_rows=rows)
+    emitted = run(DRAWS)
     return [
         [*said[:-1], *draft[:num], first]
         for num, first in zip(emitted, slots.canvas[:, 0].tolist(), strict=True)

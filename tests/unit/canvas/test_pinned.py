@@ -8,8 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.models.slots import (
+    CPU,
+    PLAIN,
+    VOCAB,
+    predicted,
+    predicted_at_random,
+    reveal_settings,
+    slot_inputs,
+    slots_of,
+)
 from tests.support.models.specs import diffusion_gemma_spec, masked_spec
-from tests.unit.canvas.test_step import idle_pass
 from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest
 from vllm_diffusion.canvas.step import CanvasStep, StepOutput
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
@@ -23,26 +32,16 @@ from vllm_diffusion.decoding.layouts import (
 from vllm_diffusion.decoding.levenshtein import Levenshtein
 from vllm_diffusion.decoding.reveal import Reveal, RevealAndEdit
 from vllm_diffusion.decoding.rule import DecodingRule
-from vllm_diffusion.decoding.statistics import PositionStatistics
 from vllm_diffusion.requests.arguments import RequestArguments
 
 pytestmark = pytest.mark.engine
 
-CANVAS, VOCAB, MASK, END = 8, 50, 4, 9
-CPU = torch.device("cpu")
+CANVAS, MASK, END = 8, 4, 9
 
 
 def revealing(rule: DecodingRule, layout: CanvasLayout) -> CanvasSpec:
     """Return masked blocks that take a few steps."""
-    values = {
-        "reveal_threshold": 0.7,
-        "strategy": "dynamic",
-        "editing_threshold": 0.3,
-        "max_post_steps": 2,
-        "reveal_steps": 4,
-        **rule.defaults,
-    }
-    settings = {name: values[name] for name in rule.settings}
+    settings = reveal_settings(rule)
     return CanvasSpec.of(layout, rule, 12, settings, mask_token_id=MASK)
 
 
@@ -58,22 +57,6 @@ SPECS = {
 }
 
 
-def drawn_at_random(slots: CanvasSlots, generator: torch.Generator) -> PositionStatistics:
-    """Return the statistics of a model that predicts random tokens."""
-    R, C, rule = slots.num_slots, slots.canvas_length, slots.spec.ways[0].rule
-    choices = torch.rand(R, C, VOCAB, generator=generator).argsort(dim=-1)[..., :3]
-    confidence = torch.rand(R, C, generator=generator)
-    has_choices = rule.num_choices > 0
-    return PositionStatistics(
-        argmax=choices[..., 0],
-        candidate=choices[..., 0] if has_choices else choices[..., 1],
-        entropy=confidence,
-        drawn_confidence=confidence,
-        confidence=confidence if has_choices else None,
-        choices=choices if has_choices else None,
-    )
-
-
 def outputs(
     slots: CanvasSlots, seed: int, most: int = 40, **options: Any
 ) -> Iterator[tuple[StepOutput, torch.Tensor]]:
@@ -86,11 +69,10 @@ def outputs(
     R, C = slots.canvas.shape
     if slots.spec.layout.draws_first_token:
         last_known = slots.num_given == 0
-        step(drawn_at_random(slots, generator), idle_pass(R)._replace(last_known=last_known))
-    rows = idle_pass(R)._replace(num_rows=torch.full((R,), C, dtype=torch.int32))
+        step(predicted_at_random(slots, generator), slot_inputs(R, last_known=last_known))
     for _ in range(most):
         before = slots.canvas.clone()
-        yield step(drawn_at_random(slots, generator), rows), before
+        yield step(predicted_at_random(slots, generator), slot_inputs(R, C)), before
 
 
 @pytest.mark.parametrize("kind", ["emitted by its step", "committed", "read only"])
@@ -153,19 +135,18 @@ def test_pins_do_not_come_again_in_a_later_canvas(spec: CanvasSpec, first: list[
     """Pins belong to the first canvas, also after a preemption: the second begins as noise or plain
     masks and is emitted as predicted.
     """
-    slots = CanvasSlots(2, spec, VOCAB, CPU)
     arguments = RequestArguments(seed_canvas=(30,) * CANVAS, pinned=(0, 1))
-    slots.add_request(0, NewRequest(arguments, prompt_len=CANVAS))
-    slots.add_request(1, NewRequest(arguments, prompt_len=CANVAS, num_generated=CANVAS))
-    slots.apply_staged_writes()
+    slots = slots_of(
+        spec,
+        NewRequest(arguments, prompt_len=CANVAS),
+        NewRequest(arguments, prompt_len=CANVAS, num_generated=CANVAS),
+    )
     is_masked = spec.mask_token_id is not None
     assert slots.pinned.sum(dim=-1).tolist() == [2, 0]
     assert slots.canvas[0].tolist() == [30] * CANVAS
     assert (slots.canvas[1] == MASK).all() or not is_masked
-    drawn, zeros = torch.full((2, CANVAS), 7), torch.zeros(2, CANVAS)
     step = CanvasStep(slots, compile_backend=None)
-    rows = idle_pass(2)._replace(num_rows=torch.full((2,), CANVAS, dtype=torch.int32))
-    statistics = PositionStatistics(drawn, drawn, zeros, zeros)
+    statistics, rows = predicted([[7] * CANVAS] * 2), slot_inputs(2, CANVAS)
     assert step(statistics, rows).tokens.tolist() == [first, [7] * CANVAS]
     assert (slots.canvas == MASK).all() or not is_masked
     assert step(statistics, rows).tokens.tolist() == [[7] * CANVAS] * 2
@@ -176,20 +157,16 @@ def test_convergence_does_not_wait_for_agreement() -> None:
 
     The second request has the same predictions and no pins: it takes all of its steps.
     """
-    slots = CanvasSlots(2, diffusion_gemma_spec(CANVAS, 9), VOCAB, CPU)
     pinned = RequestArguments(seed_canvas=(30,) * CANVAS, pinned=(2, 3))
-    slots.add_request(0, NewRequest(pinned))
-    slots.add_request(1, NewRequest(RequestArguments()))
-    slots.apply_staged_writes()
+    slots = slots_of(diffusion_gemma_spec(CANVAS, 9), NewRequest(pinned), PLAIN)
     step = CanvasStep(slots, compile_backend=None)
-    rows = idle_pass(2)._replace(num_rows=torch.full((2,), CANVAS, dtype=torch.int32))
     entropy = torch.zeros(2, CANVAS)
     entropy[:, 2:4] = 3.0
     emitted = []
     for i in range(9):
         argmax = torch.full((2, CANVAS), 7)
         argmax[:, 2:4] = 10 + i
-        output = step(PositionStatistics(argmax, argmax, entropy, entropy), rows)
+        output = step(predicted(argmax, entropy), slot_inputs(2, CANVAS))
         emitted.append((output.num_emitted > 0).tolist())
         if i == 1:
             assert output.tokens[0].tolist() == [7, 7, 30, 30, 7, 7, 7, 7]
@@ -200,21 +177,17 @@ def test_convergence_does_not_wait_for_agreement() -> None:
 @pytest.mark.parametrize("name", ["entropy bound", "reveal, aligned"])
 def test_a_pinned_end_token_ends_what_is_judged(name: str) -> None:
     """With ``converge_at_end`` a canvas does not wait for positions after a pinned end token."""
-    slots = CanvasSlots(2, SPECS[name], VOCAB, CPU)
     canvas = (30, 30, END) + (MASK,) * (CANVAS - 3)
-    for slot, pinned in enumerate([(0, 1, 2), (0, 1)]):
-        arguments = RequestArguments(seed_canvas=canvas, pinned=pinned)
-        slots.add_request(slot, NewRequest(arguments, end_tokens=[END]))
-    slots.apply_staged_writes()
+    arguments = [RequestArguments(seed_canvas=canvas, pinned=pins) for pins in ((0, 1, 2), (0, 1))]
+    slots = slots_of(SPECS[name], *(NewRequest(each, end_tokens=[END]) for each in arguments))
     if slots.spec.mask_token_id is not None:
         # A token that a masked model's canvas begins with stays, pinned or not.
         slots.canvas[1, 2] = MASK
     step = CanvasStep(slots, converge_at_end=True, compile_backend=None)
-    rows = idle_pass(2)._replace(num_rows=torch.full((2,), CANVAS, dtype=torch.int32))
     entropy = torch.full((2, CANVAS), 3.0)
     for i in range(2):
-        drawn = torch.full((2, CANVAS), 10 + i)
-        output = step(PositionStatistics(drawn, drawn, entropy, torch.zeros(2, CANVAS)), rows)
+        statistics = predicted([[10 + i] * CANVAS] * 2)._replace(entropy=entropy)
+        output = step(statistics, slot_inputs(2, CANVAS))
         if output.done.any():
             break
     assert output.done.tolist() == [True, False]

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from attention_kernels.noise import Purpose, uniform_tokens
+from tests.support.models.slots import (
+    CPU,
+    PLAIN,
+    VOCAB,
+    predicted,
+    predicted_at_random,
+    reveal_settings,
+    slot_inputs,
+    slots_of,
+)
 from tests.support.models.specs import diffusion_gemma_spec, masked_spec
 from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest, Phase
 from vllm_diffusion.canvas.step import CanvasStep, SlotInputs
@@ -19,31 +31,15 @@ from vllm_diffusion.startup.machine import has_cpp_compiler
 
 pytestmark = pytest.mark.engine
 
-SLOTS, CANVAS, VOCAB = 5, 8, 50
-CPU = torch.device("cpu")
-
-
-def idle_pass(num_slots: int) -> SlotInputs:
-    """Describe a pass in which no slot has rows or a constraint."""
-    return SlotInputs(
-        num_rows=torch.zeros(num_slots, dtype=torch.int32),
-        seed=torch.zeros(num_slots, dtype=torch.int64),
-        greedy=torch.zeros(num_slots, dtype=torch.bool),
-        last_known=torch.zeros(num_slots, dtype=torch.bool),
-        num_valid=torch.full((num_slots,), -1, dtype=torch.int32),
-        free_from=torch.zeros(num_slots, dtype=torch.int32),
-        free_to=torch.zeros(num_slots, dtype=torch.int32),
-    )
+SLOTS, CANVAS = 5, 8
 
 
 def run(
     backend: str | None, spec: CanvasSpec | None = None, device: torch.device = CPU
 ) -> tuple[list[torch.Tensor], list[int]]:
     """Run several canvases with 0 to all slots active; return canvases and emitted counts."""
-    slots = CanvasSlots(SLOTS, spec or diffusion_gemma_spec(CANVAS, 4), VOCAB, device)
-    for slot in range(SLOTS):
-        slots.add_request(slot, NewRequest(RequestArguments(), seed=slot))
-    slots.apply_staged_writes()
+    requests = [NewRequest(RequestArguments(), seed=slot) for slot in range(SLOTS)]
+    slots = slots_of(spec or diffusion_gemma_spec(CANVAS, 4), *requests, device=device)
     step = CanvasStep(slots, compile_backend=backend)
     generator = torch.Generator().manual_seed(0)
     canvases, emitted = [], []
@@ -55,8 +51,7 @@ def run(
             drawn_confidence=torch.rand(SLOTS, CANVAS, generator=generator),
         )
         statistics = PositionStatistics(*(x if x is None else x.to(device) for x in drawn))
-        by_slot = SlotInputs(*(x.to(device) for x in idle_pass(SLOTS)))
-        by_slot.seed.copy_(torch.arange(SLOTS))
+        by_slot = SlotInputs(*(x.to(device) for x in slot_inputs(SLOTS, seed=torch.arange(SLOTS))))
         by_slot.num_rows[: i % (SLOTS + 1)] = CANVAS
         output = step(statistics, by_slot)
         canvases.append(slots.canvas.clone().cpu())
@@ -92,23 +87,22 @@ def test_a_slot_has_its_first_canvas_before_any_pass():
     assert slots.canvas[0].tolist() == list(range(CANVAS))
     assert slots.phase.tolist() == [Phase.DENOISING] * SLOTS
 
-    slots = CanvasSlots(2, masked_spec(CANVAS), VOCAB, CPU)
-    slots.add_request(0, NewRequest(own, prompt_len=3, given=(11, 12, 13)))
-    slots.add_request(1, NewRequest(RequestArguments(), prompt_len=2, given=(14, 15)))
-    slots.apply_staged_writes()
+    slots = slots_of(
+        masked_spec(CANVAS),
+        NewRequest(own, prompt_len=3, given=(11, 12, 13)),
+        NewRequest(RequestArguments(), prompt_len=2, given=(14, 15)),
+    )
     assert slots.canvas.tolist() == [[11, 12, 13, 3, 4, 5, 6, 7], [14, 15, 4, 4, 4, 4, 4, 4]]
 
 
 @pytest.mark.parametrize("commits", [False, True])
 def test_a_canvas_begins_after_one_that_is_read(commits):
     """A pass that was launched before a read ended is a first step without inputs of the read."""
-    slots = CanvasSlots(1, diffusion_gemma_spec(CANVAS, 4), VOCAB, CPU)
-    slots.add_request(0, NewRequest(RequestArguments(max_steps=1, read_only=True)))
-    slots.apply_staged_writes()
-    some = torch.ones(1, CANVAS)
-    statistics = PositionStatistics(some.long(), some.long(), some, some)
-    rows = idle_pass(1)._replace(num_rows=torch.full((1,), CANVAS, dtype=torch.int32))
-    output = CanvasStep(slots, commits=lambda way: commits, compile_backend=None)(statistics, rows)
+    reading = NewRequest(RequestArguments(max_steps=1, read_only=True))
+    slots = slots_of(diffusion_gemma_spec(CANVAS, 4), reading)
+    statistics = predicted([[1] * CANVAS], torch.ones(1, CANVAS))
+    step = CanvasStep(slots, commits=lambda way: commits, compile_backend=None)
+    output = step(statistics, slot_inputs(1, CANVAS))
     assert (output.num_emitted.tolist(), output.num_finished.tolist()) == ([CANVAS], [0])
     assert (slots.step.tolist(), slots.phase.tolist()) == ([0], [Phase.DENOISING])
 
@@ -117,30 +111,21 @@ def test_a_canvas_begins_after_one_that_is_read(commits):
 def test_a_draft_and_its_verification(backend):
     """A step drafts; the next pass emits what it verifies and starts the canvas after that."""
     spec = CanvasSpec.of(VerifiedDraft(CANVAS), LinearSpec(), 1, {}, mask_token_id=4)
-    slots = CanvasSlots(2, spec, VOCAB, CPU)
-    for slot in range(2):
-        slots.add_request(slot, NewRequest(RequestArguments()))
-    slots.apply_staged_writes()
+    slots = slots_of(spec, PLAIN, PLAIN)
     torch._dynamo.reset()
     step = CanvasStep(slots, commits=lambda way: True, compile_backend=backend)
-    entropy = torch.zeros(2, CANVAS)
 
-    def drawing(tokens: list[list[int]], **changes: torch.Tensor) -> list[list[int]]:
-        drawn = torch.tensor(tokens)
-        by_slot = idle_pass(2)._replace(**changes)
-        output = step(PositionStatistics(drawn, drawn, entropy, entropy), by_slot)
+    def drawing(tokens: list[list[int]], width: int = CANVAS, **changes: torch.Tensor) -> Any:
+        output = step(predicted(tokens), slot_inputs(2, width, **changes))
         return [output.num_emitted.tolist(), output.num_finished.tolist()]
 
-    both = torch.ones(2, dtype=torch.bool)
     # The last row of a prompt draws the first token; one of them is the mask token.
-    drawing([[4] * CANVAS, [11] * CANVAS], last_known=both)
-    draft = [list(range(20, 20 + CANVAS))] * 2
-    rows = torch.full((2,), CANVAS, dtype=torch.int32)
-    assert drawing(draft, num_rows=rows) == [[0, 0], [0, 0]]
+    drawing([[4] * CANVAS, [11] * CANVAS], 0, last_known=torch.ones(2, dtype=torch.bool))
+    assert drawing([[*range(20, 20 + CANVAS)]] * 2) == [[0, 0], [0, 0]]
     assert slots.canvas.tolist() == [[4, *range(21, 28)], [11, *range(21, 28)]]
     # Rows 0 and 1 of the first request agree, and all rows of the second.
     said = [[21, 22, 40, 24, 25, 26, 27, 41], [21, 22, 23, 24, 25, 26, 27, 42]]
-    assert drawing(said, num_rows=rows) == [[3, CANVAS], [3, CANVAS]]
+    assert drawing(said) == [[3, CANVAS], [3, CANVAS]]
     assert slots.canvas.tolist() == [[40] + [4] * 7, [42] + [4] * 7]
     assert slots.phase.tolist() == [Phase.DENOISING] * 2
 
@@ -148,21 +133,16 @@ def test_a_draft_and_its_verification(backend):
 @pytest.mark.parametrize("converge_at_end", [False, True])
 def test_what_follows_the_end_need_not_converge(converge_at_end):
     """A canvas converges although the model keeps changing tokens after the end at position 3."""
-    slots = CanvasSlots(2, diffusion_gemma_spec(CANVAS, 9), VOCAB, CPU)
-    for slot in range(2):
-        # The second request ignores its end tokens.
-        ends = [7, 9] if slot == 0 else []
-        slots.add_request(slot, NewRequest(RequestArguments(), end_tokens=ends))
-    slots.apply_staged_writes()
+    # The second request ignores its end tokens.
+    ending = NewRequest(RequestArguments(), end_tokens=[7, 9])
+    slots = slots_of(diffusion_gemma_spec(CANVAS, 9), ending, PLAIN)
     step = CanvasStep(slots, converge_at_end=converge_at_end, compile_backend=None)
     argmax = torch.tensor([[1, 2, 3, 9, 4, 5, 6, 7]] * 2)
     entropy = torch.zeros(2, CANVAS)
     entropy[:, 4:] = 3.0
-    by_slot = idle_pass(2)
-    by_slot.num_rows.fill_(CANVAS)
     for i in range(2):
         argmax[:, 4:] = 10 + i
-        output = step(PositionStatistics(argmax, argmax, entropy, entropy), by_slot)
+        output = step(predicted(argmax, entropy), slot_inputs(2, CANVAS))
     assert (output.num_emitted > 0).tolist() == [converge_at_end, False]
 
 
@@ -170,23 +150,12 @@ def levenshtein_step(slots: CanvasSlots, backend: str | None, passes: int) -> li
     """Return canvases of that many passes over random statistics, first or later ones."""
     step = CanvasStep(slots, compile_backend=backend)
     generator = torch.Generator().manual_seed(1)
-    R, C = slots.canvas.shape
     canvases = []
     for _ in range(passes):
-        choices = torch.rand(R, C, VOCAB, generator=generator).argsort(dim=-1)[..., :3]
-        confidence = torch.rand(R, C, generator=generator)
-        statistics = PositionStatistics(
-            argmax=choices[..., 0],
-            candidate=choices[..., 0],
-            entropy=confidence,
-            drawn_confidence=confidence,
-            confidence=confidence,
-            choices=choices,
-        )
-        by_slot = idle_pass(R)
+        by_slot = slot_inputs(slots.num_slots, slots.canvas_length)
         # The last slot has no rows.
-        by_slot.num_rows[:-1] = C
-        step(statistics, by_slot)
+        by_slot.num_rows[-1] = 0
+        step(predicted_at_random(slots, generator), by_slot)
         canvases.append(slots.canvas.clone())
     return canvases
 
@@ -194,20 +163,10 @@ def levenshtein_step(slots: CanvasSlots, backend: str | None, passes: int) -> li
 def levenshtein_slots() -> CanvasSlots:
     """Return three requests with blocks of their own, the second with given tokens."""
     rule = Levenshtein(4, delete_token_id=VOCAB - 2, split_token_id=VOCAB - 1)
-    settings = {
-        "reveal_threshold": 0.7,
-        "strategy": "dynamic",
-        "editing_threshold": 0.3,
-        "max_post_steps": 3,
-        "reveal_steps": 4,
-        **rule.defaults,
-    }
+    settings = reveal_settings(rule, max_post_steps=3)
     spec = masked_spec(CANVAS, rule=rule, settings=settings, max_denoising_steps=20)
-    slots = CanvasSlots(3, spec, VOCAB, CPU)
-    for slot, given in enumerate([(), (11, 12, 13), ()]):
-        slots.add_request(slot, NewRequest(RequestArguments(), prompt_len=len(given), given=given))
-    slots.apply_staged_writes()
-    return slots
+    of_prompt = NewRequest(RequestArguments(), prompt_len=3, given=(11, 12, 13))
+    return slots_of(spec, PLAIN, of_prompt, PLAIN)
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -233,7 +192,7 @@ def test_a_rule_forgets_its_canvas_with_a_new_owner():
     assert (used[:2, :2] != 0).all()
     assert all((memory[2] == 1).all() for memory in slots.rule_memory.values())
     for slot in range(3):
-        slots.add_request(slot, NewRequest(RequestArguments()))
+        slots.add_request(slot, PLAIN)
     slots.apply_staged_writes()
     assert not any(memory.any() for memory in slots.rule_memory.values())
 

@@ -134,11 +134,7 @@ def test_row_spans(layout: type[CanvasLayout], num_prompt: int, num_generated: i
     block_length=st.integers(1, LENGTH),
 )
 def test_width(
-    layout: type[CanvasLayout],
-    num_prompt: int,
-    num_blocks: int,
-    max_tokens: int,
-    block_length: int,
+    layout: type[CanvasLayout], num_prompt: int, num_blocks: int, max_tokens: int, block_length: int
 ) -> None:
     """A canvas is as wide as its layout and the answer's end allow."""
     most = LENGTH if layout is BlockAfterPrompt else 32

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.models.slots import slot_inputs
 from tests.support.models.specs import SETTINGS
 from vllm_diffusion.canvas.slots import CanvasSlots
-from vllm_diffusion.canvas.step import CanvasStep, SlotInputs
+from vllm_diffusion.canvas.step import CanvasStep
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
 from vllm_diffusion.decoding.layouts import FreeCanvas, VerifiedDraft
@@ -129,16 +130,7 @@ def test_a_rule_whose_needs_no_other_has(backend: str | None) -> None:
         statistics.argmax.copy_(statistics.candidate)
         if statistics.named is not None:
             statistics.named.copy_(torch.arange(R * C).view(R, C, 1) + 5)
-        zeros = torch.zeros(R, dtype=torch.int32)
-        rows = SlotInputs(
-            num_rows=zeros + C,
-            seed=torch.arange(R),
-            greedy=torch.zeros(R, dtype=torch.bool),
-            last_known=torch.zeros(R, dtype=torch.bool),
-            num_valid=zeros - 1,
-            free_from=zeros,
-            free_to=zeros,
-        )
+        rows = slot_inputs(R, C, seed=torch.arange(R))
         outputs = [step(statistics, rows) for _ in range(2)]
         steps[name] = [(output.tokens, output.num_emitted, output.done) for output in outputs]
     for own, those in {"denoise": slice(0, R, 2), "count": slice(1, R, 2)}.items():

@@ -50,8 +50,7 @@ def configured(
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
-    [("<mask>", MASK), ("two words", [3, 4]), (7, []), ("no tokenizer", None)],
+    ("text", "found"), [("<mask>", MASK), ("two words", [3, 4]), (7, []), ("no tokenizer", None)]
 )
 @pytest.mark.parametrize("architecture", [ARCHITECTURE, STOCK_ARCHITECTURE])
 def test_mask_token_as_text(
@@ -140,7 +139,6 @@ REFUSED_OF_STOCK: list[tuple[dict[str, Any], str, str]] = [
             {"drafting": {"steps": 8}},
             r"^--additional-config .*drafting.*steps=8 .*set steps to 1\.\.7",
         ),
-        ({"drafting": {"order": "any"}}, "order='any' is not known"),
         (
             {"drafting": {"window": 8}, "layer_types": ["full_attention", "sliding_attention"]},
             r"window=8 cannot be set .* \(full_attention, sliding_attention\)",
@@ -309,11 +307,7 @@ def test_caches_that_the_cpu_cannot_read(dtype: str) -> None:
         ("dflash", {"rejection_sample_method": "fly"}, 'rejection_sample_method "fly"'),
         ("draft_model", {}, None),
         # A server with it would die of its first request.
-        (
-            "draft_model",
-            STAGES,
-            "draft_model into stages .* --pipeline-parallel-size out",
-        ),
+        ("draft_model", STAGES, "draft_model into stages .* --pipeline-parallel-size out"),
         # vLLM's synchronous scheduler does not know the drafts of stages in time.
         ("dflash", STAGES | {"async_scheduling": False}, "leave --no-async-scheduling out"),
         ("dflash", STAGES, None),

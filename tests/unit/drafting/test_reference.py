@@ -20,10 +20,7 @@ from vllm_diffusion.drafting.reference import (
     save_draft,
     spec_generate,
 )
-from vllm_diffusion.drafting.reference_draft import (
-    build_target_layer_ids,
-    reach_of_layer,
-)
+from vllm_diffusion.drafting.reference_draft import build_target_layer_ids, reach_of_layer
 from vllm_diffusion.drafting.reveal_block import SCHEDULES
 
 VOCAB, MASK, BLOCK = 48, 47, 6

@@ -22,13 +22,7 @@ from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.live import CanvasFrame, CanvasStepMap, watch_async
 from vllm_diffusion.live.frame import frame_of
 from vllm_diffusion.live.http import _Chunks, _with_events
-from vllm_diffusion.live.watch import (
-    MOST_WAITING_FRAMES,
-    Inbox,
-    OrderedQueue,
-    open_inbox,
-    opened,
-)
+from vllm_diffusion.live.watch import MOST_WAITING_FRAMES, Inbox, OrderedQueue, open_inbox, opened
 
 pytestmark = pytest.mark.engine
 

@@ -13,11 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vllm_diffusion.requests.json_schema import (
-    CONSTRAINING,
-    SchemaError,
-    guided_schema,
-)
+from tests.support.oracles.written import byte_matcher, can_be_written
+from vllm_diffusion.requests.json_schema import CONSTRAINING, SchemaError, guided_schema
 from vllm_diffusion.requests.string_formats import FORMATS
 
 SCALARS = [None, True, False, 0, 1, -1, 2, 3, 7, 100, 1.5, 0.5, "", "a", "b", "ab", "abc", "1"]
@@ -120,30 +117,9 @@ def is_valid(schema: Any) -> Callable[[Any], bool]:
     return validator(schema, format_checker=formats).is_valid  # type: ignore[no-any-return]
 
 
-def guidance_matcher(text: str) -> Any:
-    """Return a matcher of llguidance for bytes."""
-    import llguidance
-
-    grammar = llguidance.LLMatcher.grammar_from_json_schema(text)
-    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0)
-    assert not matcher.is_error(), matcher.get_error()
-    return matcher
-
-
-def guidance(text: str) -> Callable[[str], bool]:
-    matcher = guidance_matcher(text)
-
-    def accepts(answer: str) -> bool:
-        machine = matcher.deep_copy()
-        tokens = [*answer.encode()]
-        return bool(machine.try_consume_tokens(tokens) == len(tokens) and machine.is_accepting())
-
-    return accepts
-
-
 def accepts_of(schema: Any) -> Callable[[str], bool]:
     """Return a function that tells whether an answer is accepted, for a schema that is followed."""
-    return guidance(guided_schema(schema))
+    return can_be_written("json", guided_schema(schema))
 
 
 def refusal_of(schema: Any) -> str | None:
@@ -271,14 +247,19 @@ def test_whole_numbers_with_a_point():
 
 
 @pytest.mark.parametrize(
-    "key", ["discriminator", "x-order", "markdownDescription", "title", "example"]
+    ("beside", "accepts_null"),
+    [
+        *(
+            ({key: {"not": {}}}, False)
+            for key in ("discriminator", "x-order", "markdownDescription", "title", "example")
+        ),
+        ({"nullable": True}, True),
+    ],
 )
-def test_key_that_is_no_keyword(key):
-    """A key that is not a keyword constrains nothing, also next to a reference."""
-    schema = {"$defs": {"E": {"enum": ["a"]}}, "$ref": "#/$defs/E"}
-    accepts = accepts_of({**schema, key: {"not": {}}})
-    assert accepts('"a"')
-    assert not accepts('"b"')
+def test_keys_beside_a_reference(beside, accepts_null):
+    """A key that is not a keyword constrains nothing, and ``nullable`` adds null alone."""
+    accepts = accepts_of({"$defs": {"E": {"enum": ["a"]}}, "$ref": "#/$defs/E", **beside})
+    assert [accepts(text) for text in ('"a"', '"b"', "null")] == [True, False, accepts_null]
 
 
 def test_alternatives_with_a_tag():
@@ -299,21 +280,12 @@ def test_alternatives_with_a_tag():
     assert not accepts('{"t": "cow"}')
 
 
-def test_nullable_adds_null():
-    """A schema with ``nullable`` also accepts null, but no other value."""
-    schema = {"$defs": {"E": {"enum": ["a"]}}, "$ref": "#/$defs/E", "nullable": True}
-    accepts = accepts_of(schema)
-    assert accepts('"a"')
-    assert accepts("null")
-    assert not accepts('"b"')
-
-
 def answer(text: str, seed: int, most: int = 200) -> str | None:
     """Return a random text that llguidance accepts, or ``None`` if it does not end soon."""
     import llguidance.numpy
 
     rng = random.Random(seed)
-    machine = guidance_matcher(text)
+    machine = byte_matcher("json", text)
     bits = llguidance.numpy.allocate_token_bitmask(1, 257)
     tokens: list[int] = []
     while len(tokens) < most:

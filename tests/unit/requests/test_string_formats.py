@@ -13,9 +13,8 @@ import jsonschema
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from llguidance import LLMatcher, LLTokenizer
 
-from vllm_diffusion.requests.guidance import guidance_grammar
+from tests.support.oracles.written import can_be_written
 from vllm_diffusion.requests.json_schema import guided_schema, plain_schema
 from vllm_diffusion.requests.string_formats import FORMATS
 from vllm_diffusion.requests.tool_calls.leaf_values import string_terminal
@@ -46,28 +45,16 @@ LEFT_OUT: dict[str, tuple[str, str]] = {
 }
 
 
-def guidance_of(grammar: str) -> Callable[[str], bool]:
-    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
-    assert not matcher.is_error(), matcher.get_error()
-
-    def accepts(text: str) -> bool:
-        machine, tokens = matcher.deep_copy(), [*text.encode()]
-        is_read = not tokens or machine.try_consume_tokens(tokens) == len(tokens)
-        return bool(is_read and machine.is_accepting())
-
-    return accepts
-
-
 def in_json(schema: Any) -> Callable[[str], bool]:
     """Return a function that tells whether a string can be written by ``response_format``."""
-    accepts = guidance_of(LLMatcher.grammar_from_json_schema(guided_schema(schema)))
+    accepts = can_be_written("json", guided_schema(schema))
     return lambda value: accepts(json.dumps(value, ensure_ascii=False))
 
 
 def in_call(schema: Any) -> Callable[[str], bool]:
     """Return a function that tells whether a string can be written in a call of Gemma's."""
     terminal = string_terminal(plain_schema(schema)["pattern"], 0, None, "<")
-    return guidance_of(guidance_grammar("grammar", f"start: T\nT: {terminal}"))
+    return can_be_written("grammar", f"start: T\nT: {terminal}")
 
 
 BACK_ENDS = {"json": in_json, "call": in_call}

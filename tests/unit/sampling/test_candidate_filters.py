@@ -33,11 +33,7 @@ def kept_by(filters: CandidateFilters, logits: torch.Tensor) -> torch.Tensor:
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    rows=st.integers(1, 20),
-    vocab=st.integers(1, 60),
-    seed=st.integers(0, 2**31),
-)
+@given(rows=st.integers(1, 20), vocab=st.integers(1, 60), seed=st.integers(0, 2**31))
 def test_filters_keep_what_vllm_keeps(rows, vocab, seed):
     """Top-k and top-p keep what vLLM's PyTorch code keeps, and min-p follows its definition."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
@@ -156,10 +152,7 @@ def test_likeliest_first_and_lower_ids_of_equals(tile_size, borders):
     logits = logits_with_ties()
     expected = logits.sort(dim=-1, descending=True, stable=True).indices[:, :3]
     results = on_shards(
-        torch.eye(VOCAB),
-        borders,
-        None,
-        lambda head: sampled(head, logits, tile_size=tile_size),
+        torch.eye(VOCAB), borders, None, lambda head: sampled(head, logits, tile_size=tile_size)
     )
     for result in results:
         assert torch.equal(result.choices, expected)

@@ -13,10 +13,7 @@ from tests.support.families.makers import a2d_qwen2
 from vllm_diffusion.cli.main import main
 from vllm_diffusion.families.registry import FAMILIES
 from vllm_diffusion.startup.plan import spec_of
-from vllm_diffusion.startup.published_checkpoints import (
-    CheckpointFamily,
-    checkpoint_families,
-)
+from vllm_diffusion.startup.published_checkpoints import CheckpointFamily, checkpoint_families
 
 pytestmark = pytest.mark.engine
 

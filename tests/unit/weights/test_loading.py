@@ -152,11 +152,7 @@ BAD_TENSORS: list[tuple[str, Callable[[Tensors], Any], list[str]]] = [
     ("sdar", rename(SDAR_KEY, f"{SDAR_KEY}_packed"), [f"{SDAR_KEY}_packed", "no place"]),
     ("sdar", rename(SDAR_UP, f"{SDAR_UP}_packed"), [f"{SDAR_UP}_packed", "no place"]),
     ("bf16", rename(UP, f"{UP}_packed"), [f"{UP}_packed", "no place"]),
-    (
-        "sdar",
-        add("model.layers.99.mlp.up_proj.weight", torch.ones(2, 2)),
-        ["layers.99", "config"],
-    ),
+    ("sdar", add("model.layers.99.mlp.up_proj.weight", torch.ones(2, 2)), ["layers.99", "config"]),
     ("bf16", add("model.decoder.layers.99.layer_scalar", torch.ones(1)), ["layers.99"]),
     ("fp8-dynamic", add(layer("experts.99.up_proj.weight"), torch.ones(2, 2)), ["experts.99"]),
     ("bf16", add(layer("self_attn.q_proj.bias"), torch.ones(128)), ["q_proj.bias"]),

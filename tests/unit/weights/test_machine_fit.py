@@ -94,11 +94,7 @@ def test_each_module_is_as_the_config_says(name, big_shapes):
 
 @pytest.mark.parametrize(
     ("platform", "is_served"),
-    [
-        ({"is_cuda": True}, True),
-        ({"is_rocm": True}, True),
-        ({"name": "cpu"}, False),
-    ],
+    [({"is_cuda": True}, True), ({"is_rocm": True}, True), ({"name": "cpu"}, False)],
     ids=str,
 )
 def test_fp4_where_nothing_can_run_it(platform, is_served, monkeypatch):

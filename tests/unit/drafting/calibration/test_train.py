@@ -123,12 +123,7 @@ def test_train(target, ends) -> None:
     settings = TrainSettings(steps=70, batch_size=8, anchors=6, learning_rate=1e-2, report_every=30)
     told = []
     history = train(
-        draft,
-        *ends,
-        samples(target, 560, seed=0),
-        settings,
-        held_out=held_out,
-        report=told.append,
+        draft, *ends, samples(target, 560, seed=0), settings, held_out=held_out, report=told.append
     )
     assert told == history
     assert [each.step for each in history] == [30, 60, 70]

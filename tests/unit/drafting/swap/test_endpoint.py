@@ -11,8 +11,9 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from tests.support.engines.tiny_pair import dflash
 from tests.support.engines.vllm_configs import vllm_config
-from vllm_diffusion.checkpoints import shipped_checkpoint, shipped_draft
+from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.drafting.swap import endpoint
 
 pytestmark = pytest.mark.engine
@@ -41,11 +42,7 @@ class Engine:
         self.paused = False
         self.vllm_config = vllm_config(
             shipped_checkpoint("qwen3"),
-            speculative_config={
-                "method": "dflash",
-                "model": str(shipped_draft()),
-                "num_speculative_tokens": 7,
-            },
+            speculative_config=dflash(),
             weight_transfer_config={"backend": "safetensors"},
         )
         self.vllm_config.speculative_config.model = OLD
@@ -155,10 +152,7 @@ def test_failed_load(failing: str, serve: Any) -> None:
 
 @pytest.mark.parametrize(
     ("lacks", "count", "words"),
-    [
-        ("weight_transfer_config", 1, "--weight-transfer-config"),
-        ("", 2, "--api-server-count"),
-    ],
+    [("weight_transfer_config", 1, "--weight-transfer-config"), ("", 2, "--api-server-count")],
 )
 def test_servers_that_take_none(lacks: str, count: int, words: str, serve: Any) -> None:
     """A server that cannot swap drafts names the option to change."""

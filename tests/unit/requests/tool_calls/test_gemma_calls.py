@@ -21,6 +21,7 @@ from vllm.config import StructuredOutputsConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
+from tests.support.engines.admission import refused
 from tests.support.engines.vllm_configs import vllm_config
 from tests.support.models.checkpoints import SHIPPED
 from tests.support.models.tool_schemas import PARAMETERS, gemma_parser, tool, tool_request
@@ -111,6 +112,12 @@ def read_stream(
             name_and_arguments[0] += call.function.name or ""
             name_and_arguments[1] += call.function.arguments or ""
     return content, [(name, arguments) for name, arguments in calls.values()]
+
+
+def encoded(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text, markers among them."""
+    tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return tokens
 
 
 def adjusted(tokenizer: Any, *tools: Any, **fields: Any) -> Any:
@@ -213,9 +220,7 @@ def test_free_calls_are_read_by_what_they_write(tokenizer, call, arguments):
         "$defs": {"word": {"type": "string"}},
     }
     request = tool_request([tool(parameters)], tool_choice="auto")
-    tokens = tokenizer.encode(
-        f"<|tool_call>call:store{{{call}}}<tool_call|>", add_special_tokens=False
-    )
+    tokens = encoded(tokenizer, f"<|tool_call>call:store{{{call}}}<tool_call|>")
     (whole,) = read_whole(tokenizer, request, tokens)
     assert json.loads(whole[1]) == arguments
     for width in (1, 5, 64):
@@ -244,11 +249,11 @@ def test_auto_is_free_unless_a_tool_is_strict(tokenizer, compiler):
     strict = adjusted(tokenizer, tool(parameters, strict=True), tool_choice="auto")
     grammar = machine(compiler, strict)
     for text in ("yes, ", "<|tool_call>call:store{a:1}<tool_call|>"):
-        for token in tokenizer.encode(text, add_special_tokens=False):
+        for token in encoded(tokenizer, text):
             assert grammar.accept_tokens("", [token])
     call = tokenizer.convert_tokens_to_ids("<|tool_call>")
     assert grammar.accept_tokens("", [call])
-    assert not grammar.accept_tokens("", tokenizer.encode("x", add_special_tokens=False)[:1])
+    assert not grammar.accept_tokens("", encoded(tokenizer, "x")[:1])
 
 
 @pytest.mark.parametrize("follows", [False, True], ids=["stock's stream", "our stream"])
@@ -259,7 +264,7 @@ def test_a_call_that_may_not_be_made_is_text(tokenizer, follows):
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
     request = tool_request([tool(parameters)], tool_choice="none")
     written = 'So:<|tool_call>call:store{city:<|"|>Paris<|"|>}<tool_call|>'
-    tokens = tokenizer.encode(written, add_special_tokens=False)
+    tokens = encoded(tokenizer, written)
     _, content, calls = gemma_parser(tokenizer).parse(written, request, enable_auto_tools=True)
     assert (content, calls or []) == ('So:call:store{city:"Paris"}', [])
     for width in (1, 5, 64):
@@ -335,10 +340,9 @@ NESTED = functools.reduce(lambda inner, _: [inner], range(40), [])
 def test_refused_schemas(tokenizer, schema, words):
     """A schema that the format cannot express is refused by tool, place and reason."""
     parameters = {"type": "object", "properties": {"a": schema}}
-    with pytest.raises(VLLMValidationError, match=r"tools: store: ") as refusal:
+    with refused("tools", r"tools: store: ") as refusal:
         adjusted(tokenizer, tool(parameters, strict=True))
     assert words in str(refusal.value)
-    assert refusal.value.parameter == "tools"
 
 
 TYPES = ("string", "number", "boolean", "null")
@@ -384,11 +388,7 @@ SERVED = [
                 "required": ["base"],
                 "additionalProperties": True,
             },
-            {
-                "type": "object",
-                "properties": {"kind": {"const": "top"}},
-                "required": ["kind"],
-            },
+            {"type": "object", "properties": {"kind": {"const": "top"}}, "required": ["kind"]},
         ]
     },
     {"oneOf": [{"anyOf": [{"type": "string", "maxLength": 3}, TEXT]}, {"type": "null"}]},
@@ -434,15 +434,11 @@ def test_strings_that_a_pattern_allows(tokenizer, compiler):
         quote = tokenizer.convert_tokens_to_ids('<|"|>')
         for text in allowed + forbidden:
             # Byte after byte, so that a marker's spelling is not a marker.
-            letters = [
-                token
-                for letter in text
-                for token in tokenizer.encode(letter, add_special_tokens=False)
-            ]
+            letters = [token for letter in text for token in encoded(tokenizer, letter)]
             tokens = [
-                *tokenizer.encode("<|tool_call>call:store{a:", add_special_tokens=False),
+                *encoded(tokenizer, "<|tool_call>call:store{a:"),
                 *[quote, *letters, quote],
-                *tokenizer.encode("}<tool_call|>", add_special_tokens=False),
+                *encoded(tokenizer, "}<tool_call|>"),
             ]
             accepted = machine(compiler, request).accept_tokens("", tokens)
             assert accepted == (text in allowed), (pattern, text)
@@ -460,7 +456,7 @@ def test_keys_of_a_free_object(tokenizer, compiler, key, is_key):
     parameters = {"type": "object", "properties": {"a": {"type": "object"}}}
     request = adjusted(tokenizer, tool(parameters, strict=True))
     call = f"<|tool_call>call:store{{a:{{b:{{{key}:5}}}}}}<tool_call|>"
-    tokens = tokenizer.encode(call, add_special_tokens=False)
+    tokens = encoded(tokenizer, call)
     assert machine(compiler, request).accept_tokens("", tokens) == is_key
     if is_key:
         ((_, arguments),) = read_whole(tokenizer, request, tokens)
@@ -483,12 +479,12 @@ def test_a_call_or_a_form(tokenizer, compiler, fields, texts):
     request.structured_outputs = StructuredOutputsParams(**fields)
     constrained = gemma_parser(tokenizer).adjust_request(request)
     for text in [*texts, "<|tool_call>call:store{a:1}<tool_call|>"]:
-        tokens = [*tokenizer.encode(text, add_special_tokens=False), END]
+        tokens = [*encoded(tokenizer, text), END]
         grammar = machine(compiler, constrained)
         assert grammar.accept_tokens("", tokens), text
         assert grammar.is_terminated()
     for text in ("z", "n-o", "<|tool_call>call:store{a:x}"):
-        tokens = tokenizer.encode(text, add_special_tokens=False)
+        tokens = encoded(tokenizer, text)
         assert not machine(compiler, constrained).accept_tokens("", tokens)
 
 

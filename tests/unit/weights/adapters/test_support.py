@@ -158,11 +158,7 @@ def test_misfits_in_stock(tmp_path: Path) -> None:
             for name, x in tensors.items()
         }
 
-    server = {
-        "model": str(shipped_checkpoint("qwen3")),
-        "enable_lora": True,
-        "max_lora_rank": 8,
-    }
+    server = {"model": str(shipped_checkpoint("qwen3")), "enable_lora": True, "max_lora_rank": 8}
     rows = [(pair(), {}, "", "answers"), *(row for row in MISFITS if row[-1])]
     jobs: list[dict[str, Any]] = [server]
     for i, (tensors, config, _, _) in enumerate(rows):
