@@ -82,15 +82,38 @@ def test_greedy_tokens(engine: TracedEngine, model: Any) -> None:
 
 
 def test_prefix_cache(engine: TracedEngine, model: Any) -> None:
-    """A prompt whose beginning is found in the prefix cache, for target and draft, gets the answer
-    that is computed without a cache.
+    """With every share of a prompt in the prefix cache, and over three turns, drafts propose and
+    answers have the tokens of a run that finds nothing there.
     """
-    prompt = prompt_of(60, seed=41)
-    (first,) = generate(engine, [prompt])
-    longer = prompt + list(first.outputs[0].token_ids) + prompt_of(3, seed=43)
-    (output,) = generate(engine, [longer])
-    assert output.num_cached_tokens >= 64
-    assert list(output.outputs[0].token_ids) == drafts.greedy_tokens(model, longer, 30)
+    found = set()
+
+    def answered(tokens: list[int]) -> list[int]:
+        passes: tuple[list[Any], list[Any]] = [], []
+        salted = {"prompt_token_ids": tokens, "cache_salt": f"{len(found)} {tokens}"}
+        outputs = []
+        for prompt, calls in zip((tokens, salted), passes, strict=True):
+            with observed(engine.runner.speculator, "sample_draft", calls):
+                outputs += generate(engine, [prompt])
+        cached, fresh = outputs
+        assert fresh.num_cached_tokens == 0
+        found.add(cached.num_cached_tokens)
+        kept, expected = (each.outputs[0].spec_decode_metrics for each in outputs)
+        assert kept.per_step_accepted == expected.per_step_accepted
+        # What is proposed after a part of a prompt is thrown away.
+        own, others = ([proposed.tolist() for _, proposed in calls] for calls in passes)
+        num_steps = STEPS * len(kept.per_step_accepted)
+        assert own[-num_steps:] == others[-num_steps:]
+        answer = list(cached.outputs[0].token_ids)
+        assert answer == list(fresh.outputs[0].token_ids) == drafts.greedy_tokens(model, tokens, 30)
+        return answer
+
+    prompt = prompt_of(100, seed=41)
+    generate(engine, [prompt])
+    for length in range(8, 101, 8):
+        answered(prompt[:length] + prompt_of(7, seed=length))
+    for turn in range(3):
+        prompt = [*prompt, *answered(prompt), *prompt_of(3, seed=turn)]
+    assert found == {0, 16, 32, 48, 64, 80, 96, 128, 160}
 
 
 def cache_rows(engine: TracedEngine, request_id: str, num_tokens: int) -> dict[str, Tensor]:
