@@ -9,12 +9,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 # Some run what a benchmark measures, and benchmarks are scripts.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def models_are_inspected_here() -> Iterator[None]:
+    """Let vLLM look at a model's class in this process, not in one that imports all of it again."""
+    from vllm.model_executor.models import registry
+
+    with pytest.MonkeyPatch.context() as patched:
+        # It keeps CUDA out of this process, where there is none.
+        if not torch.cuda.is_available():
+            patched.setattr(registry, "_run_in_subprocess", lambda look: look())
+        yield
 
 
 @pytest.fixture
