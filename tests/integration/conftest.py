@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from tests.support.engines.engine import SYNCHRONOUS_OFTEN, TracedEngine
+from tests.support.models.checkpoints import SHIPPED
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
@@ -52,6 +55,14 @@ def start_log(
 def order(request):
     """Choose how finished canvases are encoded and passes scheduled."""
     return request.param
+
+
+@pytest.fixture(scope="module", params=SYNCHRONOUS_OFTEN)
+def engine(request: pytest.FixtureRequest) -> Iterator[TracedEngine]:
+    """Start an engine of the shipped DiffusionGemma, where a module has none of its own."""
+    options = {"async_scheduling": request.param, "max_num_seqs": 8, "max_logprobs": -1}
+    with TracedEngine(SHIPPED, **options) as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
