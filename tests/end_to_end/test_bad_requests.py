@@ -23,6 +23,12 @@ REFUSED = [
     ).items()
     for body in bodies
 ]
+# What a row without it sends besides.
+CONTENT: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "hello"},
+    "/v1/responses": {"input": "hello"},
+    "/v1/chat/completions/batch": {"messages": [[{"role": "user", "content": "hello"}]]},
+}
 REFUSED.append(("stop_token_ids", {"stop_token_ids": list(range(20, 220))}))
 
 
@@ -80,32 +86,28 @@ def test_conversations_that_are_none(server: Server) -> None:
     ids=lambda value: value if isinstance(value, str) else str(value)[:80],
 )
 def test_bad_field(field: str, body: dict[str, Any], server: Server) -> None:
-    """Each row of the table is refused by its field, in the message and as ``param``.
+    """Each row of the table is refused by its field, in the message and as ``param``; no stream
+    begins.
 
     Except a ``logit_bias`` of NaN, which JSON cannot spell and vLLM's protocol turns into -100.
     """
+    path = body.get("path", "/v1/completions")
+    own = CONTENT.get(path, {"messages": [{"role": "user", "content": "hello"}]})
+    sent = {"model": MODEL, "max_tokens": 4, **own, **body}
+    sent.pop("path", None)
     response = httpx.post(
-        f"{server.url}/v1/completions",
+        f"{server.url}{path}",
         # Python's own encoder: NaN is not JSON, but it may be sent and servers read it.
-        content=json.dumps({"model": MODEL, "prompt": "hello", "max_tokens": 4, **body}),
+        content=json.dumps(sent),
         headers={"content-type": "application/json"},
         timeout=300,
     )
     _assert_refused(response, field)
     # A value of another JSON type is found by vLLM's protocol, which names its place in the body.
-    named = response.json()["error"]["param"].removeprefix("body.")
+    # Anthropic's errors name no field.
+    error = response.json()["error"]
+    named = field if path == "/v1/messages" else error["param"].removeprefix("body.")
     assert named.partition(".")[0] == field
-
-
-@pytest.mark.parametrize("value", [True, False, 5, "text", [], ["regex"]], ids=str)
-def test_structured_outputs_that_are_no_object(value: Any, server: Server) -> None:
-    """Structured outputs that are not an object are refused in a conversation too.
-
-    vLLM reads their keys before it checks their type.
-    """
-    response = _chat(server, "hi", structured_outputs=value)
-    _assert_refused(response, "structured_outputs")
-    assert response.json()["error"]["param"] == "structured_outputs"
 
 
 def test_malformed_schema(server: Server) -> None:

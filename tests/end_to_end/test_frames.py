@@ -89,51 +89,6 @@ def test_clients_see_the_same(kind: str, server: Server) -> None:
         assert all("token_ids" not in f and "entropy" not in f for f in frames)
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "name"),
-    [
-        ("chat/completions", {"diffusing": True}, "diffusion_frames"),
-        ("chat/completions", {"vllm_xargs": {"diffusion_frames": 1}}, "diffusion_frames"),
-        ("chat/completions", {"stream": True, "diffusing": "yes"}, "diffusing"),
-        ("completions", {"prompt": "x", "diffusing": True}, "diffusion_frames"),
-        *(
-            (path, fields | {"vllm_xargs": {"diffusion_trace": 1}}, "diffusion_trace")
-            for path, fields in (
-                ("chat/completions", {"stream": True}),
-                ("responses", {"input": "x"}),
-                ("chat/completions/batch", {"messages": [MESSAGES]}),
-                ("messages", {}),
-            )
-        ),
-        ("responses", {"input": "x", "diffusing": True}, "diffusing"),
-        ("messages", {"diffusing": True}, "diffusing"),
-        *(
-            (path, fields | {"vllm_xargs": {"diffusion_frames": 1}}, "diffusion_frames")
-            for path, fields in (
-                ("responses", {"input": "x", "stream": True}),
-                ("chat/completions/batch", {"messages": [MESSAGES]}),
-                ("messages", {"stream": True}),
-            )
-        ),
-        (
-            "completions",
-            {"prompt": ["x"] * 17, "stream": True, "diffusing": True},
-            "diffusion_frames",
-        ),
-    ],
-)
-def test_refused(path: str, fields: dict[str, Any], name: str, server: Server) -> None:
-    """A wrong field gets a 400 with its name before a stream has begun."""
-    request = {"model": MODEL, "max_tokens": 9, "messages": MESSAGES, **fields}
-    if "input" in fields or "prompt" in fields:
-        del request["messages"]
-    answer = httpx.post(f"{server.url}/v1/{path}", json=request, timeout=60)
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
-    assert name in error["message"]
-    assert error.get("param", name) == name
-
-
 class _AskingForFrames(http.server.BaseHTTPRequestHandler):
     """Forwards a request with ``diffusing`` in its body, and returns its answer as it comes."""
 

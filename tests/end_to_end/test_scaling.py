@@ -63,16 +63,12 @@ def test_no_seed(replicas: Server) -> None:
     # One step leaves in an answer what was drawn.
     steps = {"vllm_xargs": {"diffusion_max_steps": 1}}
     length = {"max_tokens": 90, "ignore_eos": True}
-    body = {"model": MODEL, "prompt": "Tell a story:", "return_token_ids": True} | length | steps
+    body = {"prompt": "Tell a story:", "return_token_ids": True} | length | steps
     answers = [
-        httpx.post(
-            f"{replicas.url}/v1/completions",
-            json=body,
-            headers={"X-data-parallel-rank": str(i % 2)},
-            timeout=120,
-        ).json()["choices"][0]["token_ids"]
+        replicas.post("/v1/completions", body, **{"X-data-parallel-rank": str(i % 2)}).json()
         for i in range(8)
     ]
+    answers = [answer["choices"][0]["token_ids"] for answer in answers]
     assert answers[0::2] != answers[1::2]
 
 
@@ -80,17 +76,11 @@ def test_no_seed(replicas: Server) -> None:
 def test_chosen_engine(engine: str, replicas: Server) -> None:
     """A header chooses the engine for any API server, and metrics name the engine."""
     before = {each: _canvases(replicas, each) for each in "01"}
-    body = {"model": MODEL, "prompt": "Red", "max_tokens": 70, "ignore_eos": True}
+    body = {"prompt": "Red", "max_tokens": 70, "ignore_eos": True}
+    rank = {"X-data-parallel-rank": engine}
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         asked = [
-            pool.submit(
-                httpx.post,
-                f"{replicas.url}/v1/completions",
-                json=body,
-                headers={"X-data-parallel-rank": engine},
-                timeout=120,
-            )
-            for _ in range(NUM_STREAMS)
+            pool.submit(replicas.post, "/v1/completions", body, **rank) for _ in range(NUM_STREAMS)
         ]
     assert [response.result().status_code for response in asked] == [200] * NUM_STREAMS
     # 70 tokens are three canvases of the shipped checkpoint.

@@ -9,12 +9,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
+
+from tests.support.engines.engine import SYNCHRONOUS_OFTEN, TracedEngine
+from tests.support.models.checkpoints import SHIPPED
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 # Some run what a benchmark measures, and benchmarks are scripts.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def models_are_inspected_here() -> Iterator[None]:
+    """Let vLLM look at a model's class in this process, not in one that imports all of it again."""
+    from vllm.model_executor.models import registry
+
+    with pytest.MonkeyPatch.context() as patched:
+        # It keeps CUDA out of this process, where there is none.
+        if not torch.cuda.is_available():
+            patched.setattr(registry, "_run_in_subprocess", lambda look: look())
+        yield
 
 
 @pytest.fixture
@@ -39,6 +55,14 @@ def start_log(
 def order(request):
     """Choose how finished canvases are encoded and passes scheduled."""
     return request.param
+
+
+@pytest.fixture(scope="module", params=SYNCHRONOUS_OFTEN)
+def engine(request: pytest.FixtureRequest) -> Iterator[TracedEngine]:
+    """Start an engine of the shipped DiffusionGemma, where a module has none of its own."""
+    options = {"async_scheduling": request.param, "max_num_seqs": 8, "max_logprobs": -1}
+    with TracedEngine(SHIPPED, **options) as served:
+        yield served
 
 
 @pytest.fixture(scope="module")

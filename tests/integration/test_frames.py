@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.engines.engine import ASYNCHRONOUS_OFTEN, SYNCHRONOUS_OFTEN, TracedEngine
-from tests.support.models.prompts import random_prompt
+from tests.support.engines.engine import TracedEngine
 from tests.support.oracles.frames import EVERY_FIELD, Watched, steps_that_decided
-from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.metrics import request_metrics
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "checkpoints"))
@@ -22,14 +19,6 @@ from evaluate import prompt_token_ids
 from tiny_tasks import evaluation_set
 
 pytestmark = pytest.mark.engine
-
-
-@pytest.fixture(scope="module", params=SYNCHRONOUS_OFTEN)
-def engine(request: pytest.FixtureRequest) -> Iterator[TracedEngine]:
-    with TracedEngine(
-        shipped_checkpoint(), async_scheduling=request.param, max_num_seqs=4, max_logprobs=-1
-    ) as served:
-        yield served
 
 
 @pytest.fixture(scope="module")
@@ -165,69 +154,6 @@ def test_interval_and_fields(engine: TracedEngine, prompts: list[list[int]]) -> 
         assert all(frame.token_ids is None and frame.entropy is None for frame in canvas)
         assert all(frame.kept for frame in canvas)
     assert not watched.step_maps
-
-
-@pytest.mark.parametrize("asynchronous", ASYNCHRONOUS_OFTEN)
-def test_preempted(asynchronous: bool) -> None:
-    """A preempted canvas begins anew with a mark, and what follows is unchanged."""
-    num_requests = 8
-    tight = TracedEngine(
-        shipped_checkpoint(),
-        async_scheduling=asynchronous,
-        max_model_len=320,
-        max_num_seqs=8,
-        max_num_batched_tokens=256,
-        kv_cache_memory_bytes=1024**2,
-        enable_prefix_caching=False,
-    )
-    crowd = [random_prompt(20 + 9 * (i % 5), i) for i in range(num_requests)]
-    params = [
-        params_of(
-            {"seed": i, "ignore_eos": True, "temperature": 1.5},
-            EVERY_FIELD | {"diffusion_max_steps": 6},
-        )
-        for i in range(num_requests)
-    ]
-    watched = Watched(tight.llm, crowd, params)
-    preempted = list(tight.preempted)
-    alone = [
-        Watched(tight.llm, [prompt], [asked]).outputs[0].outputs[0]
-        for prompt, asked in zip(crowd, params, strict=True)
-    ]
-    tight.close()
-    assert preempted
-    frames = [frame for of_answer in watched.frames.values() for frame in of_answer]
-    assert any(frame.begins_anew for frame in frames)
-    for i, (output, expected) in enumerate(zip(watched.outputs, alone, strict=True)):
-        completion = output.outputs[0]
-        assert completion.token_ids == expected.token_ids
-        assert completion.diffusion_step_map == expected.diffusion_step_map
-        assert completion.diffusion_trace == expected.diffusion_trace
-        replayed = steps_that_decided(watched.canvases(i), has_mask=False)
-        assert list(completion.diffusion_step_map) == replayed[: len(completion.token_ids)]
-
-
-@pytest.mark.parametrize(
-    ("extra_args", "field"),
-    [
-        ({"diffusion_frames": 0}, "diffusion_frames"),
-        ({"diffusion_frames": "1"}, "diffusion_frames"),
-        ({"diffusion_frames": 1, "diffusion_frame_fields": ["logits"]}, "diffusion_frame_fields"),
-        ({"diffusion_frame_fields": ["kept"]}, "diffusion_frame_fields"),
-        ({"diffusion_step_map": 2}, "diffusion_step_map"),
-        ({"diffusion_step_map": 1, "diffusion_read_only": 1}, "diffusion_step_map"),
-        ({"diffusion_trace": "all"}, "diffusion_trace"),
-        ({"diffusion_trace": 1, "diffusion_read_only": 1}, "diffusion_trace"),
-    ],
-)
-def test_refused(engine: TracedEngine, extra_args: dict[str, Any], field: str) -> None:
-    """A wrong field is refused by name before anything runs."""
-    from vllm.exceptions import VLLMValidationError
-
-    with pytest.raises(VLLMValidationError) as error:
-        Watched(engine.llm, [[30, 31]], [params_of({}, extra_args)])
-    assert error.value.parameter == field
-    assert not engine.llm.llm_engine.has_unfinished_requests()
 
 
 def test_nobody_watches(engine: TracedEngine) -> None:

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.support.engines.engine import SYNCHRONOUS_OFTEN, TracedEngine
-from tests.support.models.checkpoints import SHIPPED
+from tests.support.engines.engine import TracedEngine
 from tests.support.oracles.frames import EVERY_FIELD, Watched
 
 pytestmark = pytest.mark.engine
 
 CANVAS = 32
 PROMPT = "What is 7+8?"
-
-
-@pytest.fixture(scope="module", params=SYNCHRONOUS_OFTEN)
-def engine(request: pytest.FixtureRequest) -> Iterator[TracedEngine]:
-    with TracedEngine(
-        SHIPPED, async_scheduling=request.param, max_num_seqs=8, max_logprobs=-1
-    ) as served:
-        yield served
 
 
 @pytest.fixture(scope="module")

@@ -117,32 +117,6 @@ def test_where_they_start(shipped: TracedEngine, of_prompt: bool) -> None:
 
 
 @pytest.mark.parametrize("is_asynchronous", ORDERS)
-def test_preempted(is_asynchronous: bool) -> None:
-    """Preempted requests give the same answers."""
-    with TracedEngine(
-        SHIPPED,
-        async_scheduling=is_asynchronous,
-        max_num_seqs=8,
-        max_model_len=320,
-        kv_cache_memory_bytes=1024**2,
-        enable_prefix_caching=False,
-    ) as engine:
-        prompt = asked(engine, QUESTION)
-        own = {"max_tokens": 240, "ignore_eos": True}
-        wanted = [
-            params(LIST, seed=i, extra_args={"diffusion_max_steps": 4}, **own) for i in range(8)
-        ]
-        crowd = engine.outputs([prompt] * 8, wanted)
-        assert engine.preempted
-        alone = [engine.outputs([prompt], [one])[0] for one in wanted]
-    for output, expected_output in zip(crowd, alone, strict=True):
-        answer, other = output.outputs[0], expected_output.outputs[0]
-        assert answer.token_ids == other.token_ids
-        counts = request_metrics(answer).accepted_prediction_tokens
-        assert counts == request_metrics(other).accepted_prediction_tokens > 0
-
-
-@pytest.mark.parametrize("is_asynchronous", ORDERS)
 @pytest.mark.parametrize(
     ("make", "rule"), [(llada2, {"rule": "reveal_and_edit"}), (llada2_2, {})], ids=["2.1", "2.2"]
 )

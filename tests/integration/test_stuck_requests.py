@@ -13,7 +13,6 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests.support.engines.engine import ASYNCHRONOUS_OFTEN, TracedEngine
 from tests.support.models.checkpoints import SHIPPED, random_checkpoint
-from tests.support.models.prompts import random_prompt
 from vllm_diffusion.scheduling.constrained_canvas import ConstrainedCanvas
 from vllm_diffusion.scheduling.grammars import GuidedText
 
@@ -284,36 +283,3 @@ def test_hostile_requests_do_not_starve_others(num_others, asynchronous, tmp_pat
         hostile = last_honest_answer(engine, HOSTILE, num_others)
     print(f"honest requests end with step {legal} behind legal ones, {hostile} behind others")
     assert hostile <= 2 * legal
-
-
-NUM_REQUESTS = 10
-
-
-@pytest.mark.parametrize("asynchronous", ASYNCHRONOUS_OFTEN)
-def test_preempted_constraints(asynchronous: bool) -> None:
-    """A constraint survives a preemption, also with a pass of its canvas on its way."""
-    prompts = [random_prompt(20 + 9 * (i % 5), i) for i in range(NUM_REQUESTS)]
-    with TracedEngine(
-        SHIPPED,
-        async_scheduling=asynchronous,
-        max_model_len=320,
-        max_num_seqs=8,
-        max_num_batched_tokens=256,
-        kv_cache_memory_bytes=1024**2,
-        enable_prefix_caching=False,
-    ) as engine:
-        params = [
-            engine.sampling_params(
-                seed=i,
-                temperature=1.5,
-                max_tokens=100,
-                extra_args={"diffusion_max_steps": 2 + i % 2},
-                structured_outputs=StructuredOutputsParams(regex="[a-f]{3}-[0-9]{1,40}"),
-            )
-            for i in range(NUM_REQUESTS)
-        ]
-        together = engine.outputs(prompts, params)
-        assert engine.preempted
-        for prompt, one, output in zip(prompts, params, together, strict=True):
-            (alone,) = engine.outputs([prompt], one)
-            assert output.outputs[0].token_ids == alone.outputs[0].token_ids

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from tests.support.families import dream, run
 from tests.support.families import makers as tiny
 from tests.support.families.cases import CASES, Wanted, expected
 from tests.support.families.model import MASK_ID, VOCAB_SIZE, TinyModel, prompt_of
-from tests.support.models.checkpoints import SHIPPED
 
 pytestmark = pytest.mark.engine
 
@@ -127,16 +126,9 @@ def test_whole_sequences(tmp_path: Path, family: str, is_asynchronous: bool) -> 
     assert free != wanted[1], "what follows changes nothing"
 
 
-@pytest.fixture(scope="module", params=SYNCHRONOUS_OFTEN)
-def shipped(request: pytest.FixtureRequest) -> Iterator[TracedEngine]:
-    """The shipped DiffusionGemma."""
-    with TracedEngine(SHIPPED, async_scheduling=request.param, max_num_seqs=8) as engine:
-        yield engine
-
-
-def test_a_canvas(shipped: TracedEngine) -> None:
+def test_a_canvas(engine: TracedEngine) -> None:
     """A suffix acts as pins at its positions of the request's first canvas."""
-    tokenizer, width = shipped.llm.get_tokenizer(), 32
+    tokenizer, width = engine.llm.get_tokenizer(), 32
     prompt = tokenizer.encode("3, 4, ", add_special_tokens=False)
     suffix = tokenizer.encode(", 6, 7", add_special_tokens=False)
     seed = torch.tensor([5])
@@ -153,7 +145,7 @@ def test_a_canvas(shipped: TracedEngine) -> None:
         params(2, "", extra_args=pinned, **changes),
         params(2, ", 6, 7", n=2, **changes),
     ]
-    outputs = shipped.outputs([prompt] * len(asked), asked)
+    outputs = engine.outputs([prompt] * len(asked), asked)
     filled, by_pins, twice = (output.outputs for output in outputs)
     assert filled[0].token_ids == by_pins[0].token_ids
     assert filled[0].logprobs == by_pins[0].logprobs

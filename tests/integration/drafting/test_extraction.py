@@ -79,7 +79,7 @@ def test_states(cache: str, models: Any, tmp_path: Path, monkeypatch: pytest.Mon
         (
             ("--kv-cache-dtype", "turboquant_k8v4"),
             [0],
-            "--kv-cache-dtype turboquant_k8v4: hidden states",
+            "--kv-cache-dtype turboquant_k8v4: a draft would learn",
         ),
         ((), [0, 3], r"target_layer_ids=\[0, 3\] must be layers of the target, 0 to 2"),
         (

@@ -19,9 +19,9 @@ from tests.support.families import makers as tiny
 from tests.support.families.llada2_model import DELETE_ID, SPLIT_ID, llada2, llada2_2
 from tests.support.families.mineru_model import mineru
 from tests.support.families.model import MASK_ID, TinyModel
-from tests.support.models.specs import masked_spec
+from tests.support.models.checkpoints import SHIPPED
+from tests.support.models.specs import diffusion_gemma_spec, masked_spec
 from vllm_diffusion.checkpoints import shipped_checkpoint
-from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.levenshtein import Levenshtein
 from vllm_diffusion.families.mineru.pictures import image_processor
 
@@ -220,57 +220,24 @@ def test_no_mask_token_id(tmp_path: Path) -> None:
     assert own.model_config.diffusion.spec.mask_token_id == MASK_ID
 
 
-@pytest.mark.parametrize(
-    ("files", "named"),
-    [
-        # As the shipped tokenizer has it: in tokenizer.json alone.
-        ({}, '"<mask>", which is 4'),
-        ({"tokenizer_config.json": {"mask_token": {"content": "<mask>"}}}, '"<mask>", which is 4'),
-        ({"tokenizer_config.json": {"mask_token": None}}, None),
-        ({"tokenizer_config.json": {"mask_token": "<none>"}}, None),
-        ({"tokenizer_config.json": {"mask_token": ["<mask>"]}}, None),
-        (
-            {
-                "tokenizer_config.json": {"mask_token": None},
-                "special_tokens_map.json": {"mask_token": "<mask>"},
-            },
-            '"<mask>", which is 4',
-        ),
-        (
-            {
-                "tokenizer_config.json": {
-                    "mask_token": "<|M|>",
-                    "added_tokens_decoder": {"9": {"content": "<|M|>"}},
-                }
-            },
-            '"<|M|>", which is 9',
-        ),
-        (
-            {
-                "tokenizer_config.json": {"mask_token": "<M>"},
-                "added_tokens.json": {"<M>": 8},
-            },
-            '"<M>", which is 8',
-        ),
-        ({"tokenizer_config.json": {"mask_token": "<M>"}, "added_tokens.json": {"<M>": 7}}, None),
-    ],
-)
+@pytest.mark.parametrize("row", rows_of(__file__, "masks"))
 def test_mask_of_the_tokenizer(
-    files: dict[str, Any], named: str | None, tmp_path: Path, start_log: pytest.LogCaptureFixture
+    row: dict[str, Any], tmp_path: Path, start_log: pytest.LogCaptureFixture
 ) -> None:
     """A start warns if the tokenizer's mask token, in whichever file, is not the model's."""
     folder = shutil.copytree(shipped_checkpoint("sdar"), tmp_path / "sdar")
     changed(folder, mask_token_id=7)
-    for name, values in files.items():
-        path = folder / name
+    for name in row.keys() - {"says"}:
+        path = folder / f"{name}.json"
         old = json.loads(path.read_text()) if path.exists() else {}
+        values = {key: value or None for key, value in row[name].items()}
         path.write_text(json.dumps(old | values))
     configure(folder)
     lines = [line for line in start_log.messages if "the tokenizer's mask token" in line]
-    assert len(lines) == bool(named)
-    if named:
-        assert "mask_token_id=7 of config.json is not" in lines[0]
-        assert named.replace('"', "'") in lines[0]
+    assert len(lines) == ("says" in row)
+    for line in lines:
+        assert "mask_token_id=7 of config.json is not" in line
+        assert row["says"] in line
     start_log.clear()
     configure(shipped_checkpoint("sdar"))
     assert "the tokenizer's mask token" not in start_log.text
@@ -283,42 +250,29 @@ def test_an_sdar_of_other_blocks(tmp_path: Path) -> None:
     assert config.model_config.diffusion.spec.length == 6
 
 
-BLOCKS = masked_spec(8)
-MOVED_TOKENS = masked_spec(
-    8, rule=Levenshtein(4, delete_token_id=DELETE_ID, split_token_id=SPLIT_ID)
-)
+SPECS = {
+    "canvases": diffusion_gemma_spec(32),
+    "blocks": masked_spec(8),
+    "moved tokens": masked_spec(
+        8, rule=Levenshtein(4, delete_token_id=DELETE_ID, split_token_id=SPLIT_ID)
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "spec"),
-    [
-        ("diffusion_reveal_threshold", 1.5, BLOCKS),
-        ("diffusion_strategy", "leftmost", BLOCKS),
-        ("diffusion_entropy_budget", -0.1, BLOCKS),
-        ("diffusion_entropy_budget", "0.1", BLOCKS),
-        ("diffusion_strategy", "random", BLOCKS),
-        ("diffusion_strategy", 1, BLOCKS),
-        ("diffusion_entropy_bound", 0.1, BLOCKS),
-        ("diffusion_preset", "fast", BLOCKS),
-        ("diffusion_canvas_length", 3, BLOCKS),
-        ("diffusion_max_steps", 0, BLOCKS),
-        # No position of a block predicts the next one.
-        ("prompt_logprobs", 1, BLOCKS),
-        # They wait at the position that a token was drawn at, where it may be no more.
-        ("logprobs", 1, MOVED_TOKENS),
-        ("logprob_token_ids", [5], MOVED_TOKENS),
-    ],
-)
-def test_arguments_of_a_request(field: str, value: Any, spec: CanvasSpec) -> None:
+@pytest.mark.parametrize("row", rows_of(__file__, "arguments"))
+def test_arguments_of_a_request(row: dict[str, Any]) -> None:
     """A wrong argument of a request gets a 400 with the field's name."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
     from tests.support.engines.admission import checked
 
-    given = {"extra_args": {field: value}} if field.startswith("diffusion") else {field: value}
+    field = next(iter(row["sent"]))
+    own = {name: value for name, value in row["sent"].items() if name.startswith("diffusion_")}
+    given = {name: value for name, value in row["sent"].items() if name not in own}
+    checkpoint = SHIPPED if row["spec"] == "canvases" else shipped_checkpoint("sdar")
     with pytest.raises(VLLMValidationError, match=field) as raised:
-        checked(SamplingParams(**given), spec, shipped_checkpoint("sdar"))
+        checked(SamplingParams(**given, extra_args=own), SPECS[row["spec"]], checkpoint)
     assert raised.value.parameter == field
 
 

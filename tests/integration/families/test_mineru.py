@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.engines.engine import TracedEngine
+from tests.support.engines.engine import ASYNCHRONOUS_OFTEN, SYNCHRONOUS_OFTEN, TracedEngine
 from tests.support.families import run
 from tests.support.families.cases import Wanted
 from tests.support.families.mineru import generate
@@ -121,7 +121,7 @@ def test_pictures_in_chunks(tmp_path: Path) -> None:
         assert list(output.outputs[0].token_ids) == tokens
 
 
-@pytest.mark.parametrize("is_asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("is_asynchronous", ASYNCHRONOUS_OFTEN)
 def test_log_probabilities_and_a_schema(tmp_path: Path, is_asynchronous: bool) -> None:
     """Each token after pictures has the log-probability of the step that revealed it.
 
@@ -171,7 +171,7 @@ def test_log_probabilities_and_a_schema(tmp_path: Path, is_asynchronous: bool) -
     assert len(set(answers)) == len(answers)
 
 
-@pytest.mark.parametrize("is_asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("is_asynchronous", SYNCHRONOUS_OFTEN)
 def test_pictures_that_share_a_block(tmp_path: Path, is_asynchronous: bool) -> None:
     """A block with the end of a picture and the start of another gets both at once.
 
@@ -197,7 +197,7 @@ def test_pictures_that_share_a_block(tmp_path: Path, is_asynchronous: bool) -> N
         assert list(output.outputs[0].token_ids) == expected(model, parts).tokens
 
 
-@pytest.mark.parametrize("is_asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("is_asynchronous", ASYNCHRONOUS_OFTEN)
 def test_pictures_of_preempted_requests(tmp_path: Path, is_asynchronous: bool) -> None:
     """Preempted requests with pictures return with their tokens.
 

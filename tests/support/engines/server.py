@@ -69,9 +69,10 @@ class Server:
             base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=300, **options
         )
 
-    def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+    def post(self, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
         """Send a request without a client's own checks."""
-        return httpx.post(f"{self.url}{path}", json={"model": MODEL, **body}, timeout=300)
+        body = {"model": MODEL, **body}
+        return httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=300)
 
     def processes(self) -> list[psutil.Process]:
         """Return all of the server's processes, the API process first."""
