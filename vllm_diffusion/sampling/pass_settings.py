@@ -162,14 +162,22 @@ class PassSettings:
         """Which of the pass's rows its step reads, [num_rows], bool, where canvases are the host's
         to read; ``None`` for all.
         """
+
+        def reads_all(way: Way) -> bool:
+            # First tokens are drawn, and drafts verified, by rows that hold no mask.
+            return way.layout.draws_first_token or way.layout.verifies
+
         slots, rows = self._slots, self._pass_rows
-        if slots.device.type != "cpu" or slots.features.viewed:
+        if (
+            slots.device.type != "cpu"
+            or slots.features.viewed
+            or all(map(reads_all, slots.spec.ways))
+        ):
             return None
         denoising = (slots.phase == int(Phase.DENOISING))[:, None].expand_as(slots.canvas)
 
         def read_by(way: Way) -> Tensor:
-            # First tokens are drawn, and drafts verified, by rows that hold no mask.
-            if way.layout.draws_first_token or way.layout.verifies:
+            if reads_all(way):
                 return torch.ones_like(denoising)
             read = way.rule.read(slots.canvas, slots.num_given, slots.requested.settings)
             return denoising if read is None else denoising & read

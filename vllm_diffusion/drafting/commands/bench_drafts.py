@@ -79,7 +79,7 @@ def add_parser(subcommands: Subcommands) -> None:
     add_prompts(parser, 4, f". Default, for the tiny models alone: {TINY_TASKS}")
     values.add_number(parser, "--rounds", values.integer(), "measured rounds", 3)
     values.add_number(parser, "--max-tokens", values.integer(), "longest answer, in tokens", 256)
-    meaning = "of sampling; above 0 the answers are not compared"
+    meaning = "sampling temperature; above 0 answers are not compared"
     values.add_number(parser, "--temperature", values.number(0), meaning, 0.0, "X")
     parser.add_argument(
         "--one-at-a-time",
