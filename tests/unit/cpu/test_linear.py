@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
 
 from vllm_diffusion.cpu import linear as cpu_linear
 from vllm_diffusion.cpu.linear import linear
@@ -13,7 +14,10 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("out_size", "in_size"), [(256, 128), (128, 256), (320, 128), (4, 96)])
+@pytest.mark.parametrize(
+    ("out_size", "in_size"),
+    [(256, 128), (128, 256), (320, 128), (4, 96), (512, 300), (300, 512), (1536, 129)],
+)
 def test_rows_do_not_depend_on_their_number(out_size, in_size, dtype):
     """A row of a product has the same bits for any number of rows around it."""
     generator = torch.Generator().manual_seed(0)
@@ -25,11 +29,39 @@ def test_rows_do_not_depend_on_their_number(out_size, in_size, dtype):
         assert torch.equal(linear(rows[7 : 7 + count], weight), whole[7 : 7 + count])
 
 
-def test_is_a_linear_layer():
-    """The product equals PyTorch's linear layer, also with a bias and for no rows."""
-    x, weight, bias = torch.randn(2, 3, 8), torch.randn(5, 8), torch.randn(5)
-    assert torch.allclose(linear(x, weight, bias), F.linear(x, weight, bias), atol=1e-5)
-    assert linear(x[:0], weight).shape == (0, 3, 5)
+@pytest.mark.parametrize(("out_size", "in_size"), [(5, 8), (512, 300)])
+def test_is_a_linear_layer(out_size, in_size):
+    """The product equals PyTorch's linear layer, also for no rows, for rows apart from one another,
+    and for a weight that is an embedding's tile on its side.
+    """
+    torch.manual_seed(0)
+    x, weight, bias = (
+        torch.randn(2, 3, in_size),
+        torch.randn(out_size, in_size),
+        torch.randn(out_size),
+    )
+    for matrix in (weight, weight.T.contiguous().T):
+        for rows in (x, x[:, :1], x[:, ::2]):
+            expected = F.linear(rows, matrix, bias)
+            torch.testing.assert_close(linear(rows, matrix, bias), expected, atol=1e-4, rtol=0)
+        assert linear(x[:0], matrix).shape == (0, 3, out_size)
+
+
+@pytest.mark.parametrize(
+    ("out_size", "dtype", "by_onednn"),
+    [(512, torch.float32, True), (8, torch.float32, False), (512, torch.float16, False)],
+)
+def test_large_float32_weights_go_to_onednn(out_size, dtype, by_onednn):
+    """A float32 weight goes to oneDNN by its own size alone, whatever the number of rows."""
+    for num_rows in (1, 40):
+        rows, weight = (
+            torch.zeros(num_rows, 300, dtype=dtype),
+            torch.zeros(out_size, 300, dtype=dtype),
+        )
+        with profile(activities=[ProfilerActivity.CPU]) as calls:
+            linear(rows, weight)
+        names = {event.key for event in calls.key_averages()}
+        assert ("mkldnn::_linear_pointwise" in names) == by_onednn
 
 
 @pytest.fixture(autouse=True)
