@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 _FILE = Path(__file__).with_name("presets.toml")
@@ -26,7 +27,10 @@ class Preset:
         block: Anchor and masks of a block; 0 where the sources do not say.
         issues: What users reported.
         options: Further options of ``vllm serve`` that its publisher gives.
-        sources: Where block, causal, window and options are from.
+        kept: Tokens kept per verification by data set, as the publisher gives them for drafts of
+            the whole block; empty where that is not known.
+        kept_with: How the publisher measured them.
+        sources: Where block, causal, window, kept tokens and options are from.
     """
 
     target: str
@@ -37,7 +41,18 @@ class Preset:
     block: int = 0
     issues: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+    kept: Mapping[str, float] = field(default_factory=dict)
+    kept_with: str = ""
     sources: tuple[str, ...] = ()
+
+    @property
+    def least_kept(self) -> float | None:
+        """The lowest of the publisher's figures; ``None`` where there are none.
+
+        Text of users may be as hard as the hardest of the data sets, so no other figure is one that
+        a server has to reach.
+        """
+        return min(self.kept.values(), default=None)
 
     @property
     def command(self) -> str:
@@ -61,3 +76,12 @@ def presets() -> list[Preset]:
         Preset(**entry | {"issues": (*entry.get("issues", ()), *general)})
         for entry in content["preset"]
     ]
+
+
+def preset_of(draft: str) -> Preset | None:
+    """Return the preset of a draft by the last part of its name: copies in a folder or of another
+    owner are the same draft. ``None`` if it is in none.
+    """
+    name = draft.rstrip("/").rpartition("/")[2].lower()
+    named = (preset for preset in presets() if preset.draft.rpartition("/")[2].lower() == name)
+    return next(named, None)
