@@ -46,13 +46,19 @@ class Preset:
     sources: tuple[str, ...] = ()
 
     @property
-    def least_kept(self) -> float | None:
-        """The lowest of the publisher's figures; ``None`` where there are none.
+    def least_kept(self) -> float:
+        """The lowest of the publisher's figures; 0 where there are none.
 
         Text of users may be as hard as the hardest of the data sets, so no other figure is one that
         a server has to reach.
         """
-        return min(self.kept.values(), default=None)
+        return min(self.kept.values(), default=0.0)
+
+    @property
+    def figures(self) -> str:
+        """The publisher's figures and how they were measured, as text; empty without figures."""
+        each = ", ".join(f"{data_set} {tokens:.2f}" for data_set, tokens in self.kept.items())
+        return f"{each} ({self.kept_with})" if self.kept_with else each
 
     @property
     def command(self) -> str:

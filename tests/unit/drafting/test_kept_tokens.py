@@ -65,3 +65,71 @@ def test_drafts_that_may_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     observe(DiffusionStatLogger(drafted("ngram")), 300, 0)
     observe(DiffusionStatLogger(drafted(None)), 300, 0)
     assert keeps_nothing("ngram") is keeps_nothing("None") is None
+
+
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Collect what is logged of drafts, each with its level."""
+    lines: list[tuple[str, str]] = []
+    for level in ("info", "warning"):
+
+        def log(text: str, *args: object, level: str = level) -> None:
+            lines.append((level, text % args))
+
+        monkeypatch.setattr(kept_tokens.logger, level, log)
+    return lines
+
+
+def verified(model: str, drafted: int, kept: int, number: int = 2000) -> None:
+    """Verify drafts of ``drafted`` tokens, of which ``kept`` are kept in all, in steps of 16."""
+    watch = kept_tokens.KeptTokens("org/target", model, ("verified", "0"))
+    for first in range(0, number, 16):
+        stats = SpecDecodingStats.new(drafted)
+        for at in range(first, min(first + 16, number)):
+            accepted = kept * (at + 1) // number - kept * at // number
+            stats.observe_draft(num_draft_tokens=drafted, num_accepted_tokens=accepted)
+        watch.observe(stats)
+
+
+# The lowest figure of its card is 4.10 tokens: 0.8 of it are 3.28, and 4560 kept tokens.
+MEAN = " tokens a verification, the mean of 2000"
+KNOWN = "incoai/Qwen3.8-27B-DFlash2"
+OF_CARD = (
+    "; its publisher gives GSM8K 5.46, MATH-500 5.28, HumanEval 4.39, MBPP 4.79, MT-Bench 4.10 "
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "drafted", "kept", "level", "said"),
+    [
+        pytest.param(KNOWN, 7, 6200, "info", f"4.10{MEAN}{OF_CARD}", id="as much"),
+        pytest.param(KNOWN, 7, 4560, "info", f"3.28{MEAN}{OF_CARD}", id="hardly less"),
+        pytest.param(KNOWN, 7, 4559, "warning", "bench-drafts org/target --draft inco", id="less"),
+        pytest.param(KNOWN, 5, 4559, "info", f"3.28{MEAN}.", id="shorter drafts"),
+        pytest.param("mine/draft", 7, 4559, "info", f"3.28{MEAN}.", id="unknown"),
+    ],
+)
+def test_kept_tokens_beside_the_card(
+    model: str, drafted: int, kept: int, level: str, said: str, logged: list[tuple[str, str]]
+) -> None:
+    """After 2,000 verifications one line has the mean, beside the publisher's figures if drafts are
+    as long as theirs; it is a warning that names a command if the mean is clearly lower.
+    """
+    verified(model, drafted, kept, 1999)
+    assert logged == []
+    verified(model, drafted, kept)
+    ((given, line),) = logged
+    assert given == level
+    assert said in line
+    assert (OF_CARD in line) == (model == KNOWN and drafted == 7)
+    assert line.startswith(f"The draft {model} gives ")
+
+
+def test_kept_tokens_are_logged_once(logged: list[tuple[str, str]]) -> None:
+    """The statistics of a server with a draft lead to one line, and later ones to none."""
+    served = DiffusionStatLogger(drafted("dflash"))
+    for _ in range(3):
+        observe(served, 6000, 6000)
+    assert logged == [
+        ("info", f"The draft {shipped_draft()} gives 2.00 tokens a verification, the mean of 6000.")
+    ]

@@ -48,15 +48,13 @@ def describe(preset: Preset) -> str:
     if not preset.block:
         block = f"not known; inferred below from z-lab's own {DEFAULT_BLOCK}: config.json has block_size"
     inferred = f" (inferred: listed as {preset.listed_as})" if preset.listed_as else ""
-    kept = ", ".join(f"{data_set} {tokens:.2f}" for data_set, tokens in preset.kept.items())
-    measured = f" ({preset.kept_with})" if preset.kept_with else ""
     rows = [
         ("target", f"{preset.target}{inferred}"),
         ("draft", preset.draft),
         ("block", block),
         ("causal", preset.causal),
         ("window", preset.window),
-        ("kept", f"{kept} tokens a verification{measured}" if kept else "not known here"),
+        ("kept", f"tokens a verification: {preset.figures or 'not known here'}"),
         *(("source", source) for source in preset.sources),
         *(("known", issue) for issue in preset.issues),
     ]
