@@ -56,9 +56,9 @@ class Preset:
 
     @property
     def figures(self) -> str:
-        """The publisher's figures and how they were measured, as text; empty without figures."""
+        """The publisher's figures and how they were measured, as text."""
         each = ", ".join(f"{data_set} {tokens:.2f}" for data_set, tokens in self.kept.items())
-        return f"{each} ({self.kept_with})" if self.kept_with else each
+        return f"{each} ({self.kept_with})"
 
     @property
     def command(self) -> str:
