@@ -24,7 +24,7 @@ from docs import pass_example
 from tests.support.families.published import ExpectedDraft, expected_drafts, published_files
 from tests.support.families.published import families as families_of_files
 from vllm_diffusion.decoding.layouts import CanvasLayout, FreeCanvas
-from vllm_diffusion.drafting.commands.drafts import presets
+from vllm_diffusion.drafting.presets import presets
 from vllm_diffusion.families.registry import FAMILIES
 from vllm_diffusion.hooks.upstream import read_symbols
 from vllm_diffusion.plugin import imported

@@ -16,24 +16,18 @@ from functools import cache
 from itertools import chain, product
 from typing import Any, NamedTuple
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Histogram
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
+from vllm_diffusion.hooks.own_entry_points import own_entry_points
 from vllm_diffusion.requests.arguments import arguments_of
 from vllm_diffusion.startup.plan import spec_of
 
 __all__ = ["DiffusionRequestMetrics", "request_metrics"]
-
-logger = init_logger(f"vllm.{__name__}")
-# A draft that keeps less than this share of its tokens, in so many verifications, only costs time.
-LEAST_KEPT, VERIFICATIONS = 0.02, 200
-# Drafts that are looked up in the text have no model that could be wrong.
-_LOOKED_UP = ("ngram", "ngram_gpu", "suffix")
 
 # Attribute of an output that holds what was reported of its answer.
 ANSWER = "diffusion_answer"
@@ -300,66 +294,6 @@ def instruments() -> tuple[dict[str, Counter], dict[str, Histogram]]:
     }
 
 
-@cache
-def _keeps_nothing() -> Gauge:
-    return Gauge(
-        "vllm_diffusion:draft_keeps_nothing",
-        f"1 if the last {VERIFICATIONS} verifications kept less than {LEAST_KEPT:.0%} of the draft's tokens.",
-        ["model_name", "engine"],
-        multiprocess_mode="mostrecent",
-    )
-
-
-class KeptTokens:
-    """Share of a draft's tokens that verifications keep; a draft that keeps nothing is reported
-    once.
-    """
-
-    def __init__(self, model: str, labels: tuple[str, str]) -> None:
-        """Begin to count.
-
-        Args:
-            model: Name or path of the draft.
-            labels: Labels of the metric.
-        """
-        self._model = model
-        self._labels = labels
-        self._counts = [0, 0, 0]
-        self._has_warned = False
-
-    def observe(self, stats: SpecDecodingStats) -> None:
-        """Count the verifications of one step, and judge them when there are enough."""
-        step = stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens
-        self._counts = [total + more for total, more in zip(self._counts, step, strict=True)]
-        number, drafted, kept = self._counts
-        if number < VERIFICATIONS:
-            return
-        self._counts = [0, 0, 0]
-        keeps_nothing = kept < LEAST_KEPT * drafted
-        _keeps_nothing().labels(*self._labels).set(keeps_nothing)
-        if keeps_nothing and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "The draft %s only costs time: %d verifications kept %d of its %d tokens. It was probably "
-                "trained for another target, for another chat template, or for other layers of the target "
-                "(target_layer_ids); or its fc is stored unquantised and is not in the ignore list of its "
-                "quantization_config. Compare it with vllm-diffusion bench-drafts, or leave "
-                "--speculative-config out.",
-                self._model,
-                number,
-                kept,
-                drafted,
-            )
-
-
-def _kept_tokens(vllm_config: VllmConfig, labels: tuple[str, str]) -> KeptTokens | None:
-    """Return the count of a draft's kept tokens; ``None`` without a draft that is a model."""
-    spec = vllm_config.speculative_config
-    if spec is None or spec.method in _LOOKED_UP or vllm_config.diffusion_config is not None:
-        return None
-    return KeptTokens(str(spec.model), labels)
-
-
 class DiffusionStatLogger(StatLoggerBase):
     """Stat logger that adds ``vllm_diffusion:*`` metrics to ``/metrics``, of diffusion models and
     of drafts.
@@ -371,7 +305,11 @@ class DiffusionStatLogger(StatLoggerBase):
         spec = spec_of(model_config)
         self._is_diffusion = spec is not None
         self._labels = labels = (model_config.served_model_name, str(engine_index))
-        self._kept = _kept_tokens(vllm_config, self._labels)
+        watches = [
+            entry.load()(vllm_config, labels)
+            for entry in own_entry_points("vllm_diffusion.draft_watches")
+        ]
+        self._draft_watches = [watch for watch in watches if watch is not None]
         if spec is not None:
             self._counters, self._histograms = instruments()
             self._of_ways = [(*labels, way.name) for way in spec.ways]
@@ -387,8 +325,9 @@ class DiffusionStatLogger(StatLoggerBase):
         if scheduler_stats is None:
             return
         stats = scheduler_stats.spec_decoding_stats
-        if self._kept is not None and stats is not None:
-            self._kept.observe(stats)
+        if stats is not None:
+            for watch in self._draft_watches:
+                watch.observe(stats)
         if not self._is_diffusion:
             return
         names = [field.name for field in fields(WayTotals)]

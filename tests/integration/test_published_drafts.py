@@ -15,13 +15,13 @@ from tests.support.families.published import (
     expected_drafts,
     published_files,
 )
-from vllm_diffusion.drafting.commands.drafts import presets
 from vllm_diffusion.drafting.draft_fields import (
     block_size_of,
     check_fields,
     stock_mask_token,
     stock_target_layers,
 )
+from vllm_diffusion.drafting.presets import presets
 from vllm_diffusion.drafting.reference_draft import reach_of_layer
 
 pytestmark = pytest.mark.engine

@@ -14,7 +14,7 @@ from tests.robustness.serve_options import serve_parser
 from tests.support.models.specs import diffusion_gemma_spec
 from vllm_diffusion.cli import values
 from vllm_diffusion.cli.main import build_parser
-from vllm_diffusion.drafting.commands.drafts import presets
+from vllm_diffusion.drafting.presets import presets
 from vllm_diffusion.families.registry import FAMILIES
 from vllm_diffusion.hooks.upstream import read_symbols
 from vllm_diffusion.plugin import imported

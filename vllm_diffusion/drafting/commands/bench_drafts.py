@@ -26,7 +26,12 @@ from vllm_diffusion.drafting.commands.contenders import (
     named_draft,
     named_method,
 )
-from vllm_diffusion.drafting.commands.draft_runs import Plan, Result, race
+from vllm_diffusion.drafting.commands.draft_runs import (
+    Plan,
+    Result,
+    of_the_card,
+    race,
+)
 from vllm_diffusion.drafting.commands.draft_table import tables
 from vllm_diffusion.drafting.commands.prompt_sets import (
     TINY_TASKS,
@@ -150,7 +155,8 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{heading}\n\n{tables(results, plan)}")
     is_broken = has_ways and _differ(results, plan)
     if arguments.json is not None:
-        content = {"about": heading, "results": [asdict(result) for result in results]}
+        measured = [asdict(each) | {"of_the_card": of_the_card(each)} for each in results]
+        content = {"about": heading, "results": measured}
         arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return int(is_broken or any(result.failure for result in results))
 

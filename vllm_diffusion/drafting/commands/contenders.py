@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from vllm_diffusion.cli import values
 from vllm_diffusion.drafting.commands.draft_runs import Contender
 from vllm_diffusion.drafting.commands.draft_table import DIFFUSION, MIXED
+from vllm_diffusion.drafting.presets import preset_of
 
 DFLASH, ADAPTIVE, NGRAM = "dflash", "adaptive", "ngram"
 # vLLM's methods; those of models with heads for it (MTP) have names of their own too, in _mtp.
@@ -122,8 +123,11 @@ def contenders(methods: Sequence[Method], given: Sequence[tuple[str, str]]) -> l
                 config |= {"model": model} if model else {}
                 config |= _NGRAM if name == NGRAM else {}
                 options = ("--speculative-config", json.dumps(config | settings))
+            # Adaptive drafts are shorter than those of a card.
+            preset = preset_of(model) if name == DFLASH else None
+            card = preset.least_kept if preset else 0.0
             server = text if len(models) < 2 else f"{text} {Path(model).name}"
-            entrants.append(Contender(server, options))
+            entrants.append(Contender(server, options, card=card))
     return entrants
 
 

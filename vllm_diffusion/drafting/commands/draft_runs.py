@@ -49,12 +49,15 @@ class Contender:
             are.
         by_turns: Ways that its requests choose, one after another and again; an empty one chooses
             none.
+        card: Lowest figure of tokens per verification that its draft's publisher gives; 0 if none
+            is known, or if its drafts are adaptive.
     """
 
     name: str
     options: tuple[str, ...] = ()
     way: str = ""
     by_turns: tuple[str, ...] = ("",)
+    card: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,15 @@ class Result:
 def verifications(rounds: Iterable[Round]) -> Verifications:
     """Sum the verifications of rounds."""
     return sum((each.counted.verifications for each in rounds), Verifications())
+
+
+def of_the_card(result: Result, concurrency: int | None = None) -> float | None:
+    """Return the tokens per verification as a share of the card's lowest figure; ``None`` without
+    a card or a verification.
+    """
+    verified = verifications(result.of(concurrency))
+    card = result.contender.card
+    return verified.tokens / card if card and verified.number else None
 
 
 @dataclass(frozen=True)

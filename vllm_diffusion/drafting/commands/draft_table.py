@@ -7,7 +7,13 @@ from statistics import median
 
 from vllm_diffusion.cli.console import table
 from vllm_diffusion.drafting.accepted import Verifications
-from vllm_diffusion.drafting.commands.draft_runs import Plan, Result, Round, verifications
+from vllm_diffusion.drafting.commands.draft_runs import (
+    Plan,
+    Result,
+    Round,
+    of_the_card,
+    verifications,
+)
 
 _NOT_KNOWN = "-"
 # A diffusion model's own way, and all of its ways by turns; its others verify each token.
@@ -69,6 +75,10 @@ def _titled(title: str, rows: Sequence[Sequence[str]]) -> str:
 
 def _speeds(concurrency: int, whole: Sequence[Result], baseline: Result, plan: Plan) -> str:
     rows = [_speed(each, baseline, concurrency) for each in whole]
+    if any(each.contender.card for each in whole):
+        for row, each in zip(rows, whole, strict=True):
+            share = of_the_card(each, concurrency)
+            row["of the card's"] = f"{share:.2f}" if share is not None else _NOT_KNOWN
     same = [_same_tokens(each, baseline, plan) for each in whole]
     if any(each is not None for each in same):
         for row, is_same in zip(rows, same, strict=True):

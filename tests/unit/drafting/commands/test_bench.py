@@ -15,6 +15,7 @@ from tests.support.doubles import fake_server
 from tests.support.engines.commands import status_of
 from vllm_diffusion.cli import checkpoint, server
 from vllm_diffusion.drafting.commands import contenders, draft_runs
+from vllm_diffusion.drafting.presets import Preset
 from vllm_diffusion.drafting.recording import read_recording
 
 METHODS = ("drafts", "dies", "breaks", "drafts-otherwise")
@@ -127,10 +128,12 @@ def test_requests_of_a_mixture(bench: Bench) -> None:
     assert chosen == [None, "autoregressive", "linear_spec", None] * 2
 
 
-def test_two_drafts_on_a_recording(bench: Bench) -> None:
+def test_two_drafts_on_a_recording(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two drafts are distinguished by their folders, and each is sent the newest held-out prompts
-    of a recording, each prompt once.
+    of a recording, each prompt once. One with a card has its tokens as a share of the card's.
     """
+    known = {"drafts": Preset("target", "drafts", kept={"easy": 12.0, "hard": 9.0})}
+    monkeypatch.setattr(contenders, "preset_of", known.get)
     # Every prompt came twice.
     lines = [
         json.dumps({"prompt_token_ids": [n, n + 1], "output_token_ids": [3], "time": time})
@@ -142,15 +145,18 @@ def test_two_drafts_on_a_recording(bench: Bench) -> None:
         Path(name).mkdir()
         Path(name, "config.json").write_text('{"block_size": 8}')
     words = ("--method", "dflash", "--draft", "worse", "drafts", "--concurrency", 1, *ONCE)
-    words += ("--data", "recording", "--num-prompts", 8)
+    words += ("--data", "recording", "--num-prompts", 8, "--json", "out.json")
     status, out, _ = bench("bench-drafts", "model", *words)
     assert status == 0
     newest = reversed(read_recording(Path("recording")).exchanges)
     held_out = dict.fromkeys(tuple(e.prompt_token_ids) for e in newest if e.is_held_out)
     asked = [tuple(request["prompt"]) for request in fake_server.asked("plain")]
     assert asked == [*held_out][:8] * 2
-    for name, tokens in (("worse", "1.00"), ("drafts", "4.50")):
+    assert re.search(r"tokens/verification +of the card's +same tokens$", out, re.M), out
+    for name, tokens in (("worse", "1.00 +-"), ("drafts", "4.50 +0.50")):
         assert re.search(rf"^  dflash {name} .* {tokens} +\w+$", out, re.M), out
+    results = json.loads(Path("out.json").read_text())["results"]
+    assert [each["of_the_card"] for each in results] == [None, None, 0.5]
 
 
 def test_collect(bench: Bench) -> None:
@@ -180,12 +186,13 @@ def test_collect(bench: Bench) -> None:
 
 def test_given_drafts(tmp_path: Path) -> None:
     """Two DFlash drafts are distinguished by their folders, and drafts of other methods by the
-    method, which is passed on.
+    method, which is passed on. Adaptive drafts are not held to the card of a published one.
     """
-    for name, block in (("old", 8), ("new", 16)):
+    new = "Muse-Glimmer-30B-DFlash2"
+    for name, block in (("old", 8), (new, 16)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"block_size": block}))
-    given = [str(tmp_path / "old"), str(tmp_path / "new"), "eagle3=a/b", "mtp=d"]
+    given = [str(tmp_path / "old"), str(tmp_path / new), "eagle3=a/b", "mtp=d"]
     drafts = [contenders.named_draft(each) for each in given]
     entrants = contenders.contenders([], drafts)
     assert {
@@ -193,13 +200,14 @@ def test_given_drafts(tmp_path: Path) -> None:
         for entrant in entrants[1:]
     } == {
         "dflash old": 7,
-        "dflash new": 15,
+        f"dflash {new}": 15,
         "eagle3": 4,
         "mtp": 4,
         "adaptive old": 7,
-        "adaptive new": 15,
+        f"adaptive {new}": 15,
         "ngram": 4,
     }
+    assert {each.name: each.card for each in entrants if each.card} == {f"dflash {new}": 4.42}
 
 
 def test_settings_of_methods(tmp_path: Path) -> None:
