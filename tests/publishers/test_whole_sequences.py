@@ -1,4 +1,4 @@
-"""LLaDA and Dream: the tokens of their publishers' classes and loops."""
+"""LLaDA, Dream and CoDA: the tokens of their publishers' classes and loops."""
 
 from __future__ import annotations
 
@@ -159,6 +159,59 @@ def test_dream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             generation_logits_hook_func=lambda step, x, logits: without_mask(logits),
         )
         ids = getattr(ids, "sequences", ids)
+        expected.append(ids[0, length:].tolist())
+    assert answers(toy.save(tmp_path), requests) == expected
+    assert len({token for tokens in expected for token in tokens}) > VOCAB_SIZE // 8
+
+
+def test_coda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of CoDA are those of ``diffusion_generate`` of the publisher's class for several
+    algorithms, numbers of steps and lengths, with the head that the class keeps apart.
+    """
+    load = modules_of(checkout("CoDA") / "CoDALanguageModel", "publisher_coda")
+    toy = tiny.coda()
+    own = ("architectures", "auto_map", "model_type", "torch_dtype")
+    fields = {name: value for name, value in toy.config.items() if name not in own}
+    config = load("model_config").CoDAConfig(**fields)
+    # transformers 5 asks whether the class has SDPA, which calls it by itself, and makes fields of
+    # an embedding that is not scaled.
+    config._attn_implementation, config.rope_theta = "eager", fields["rope_theta"]
+    config.rope_scaling = None
+    body = load("modeling_coda").CoDALanguageModel(config).float().eval()
+    body.load_state_dict(toy.tensors())
+    assert not torch.equal(body.lm_head.weight, body.model.embed_tokens.weight)
+    asking = load("generation_utils").DLMGenerationConfig
+    # It has no body, and an argument more in transformers 5.
+    monkeypatch.setattr(asking, "validate", lambda self, **_: None)
+    requests, expected = [], []
+    for length, num_tokens, steps, algorithm in (
+        (1, 24, 24, "entropy"),
+        (9, 40, 64, "entropy"),
+        (33, 64, 13, "entropy"),
+        (33, 64, 64, "maskgit_plus"),
+        (120, 100, 128, "entropy"),
+        (70, 48, 1, "maskgit_plus"),
+        (40, 60, 60, "topk_margin"),
+    ):
+        prompt = prompt_of(length, seed=length)
+        arguments = {
+            "diffusion_max_steps": steps,
+            "diffusion_algorithm": algorithm,
+            "diffusion_alg_temp": 0.0,
+        }
+        requests.append((prompt, num_tokens, arguments))
+        asked = asking(
+            max_new_tokens=num_tokens,
+            steps=steps,
+            alg=algorithm,
+            mask_token_id=MASK_ID,
+            pad_token_id=0,
+        )
+        ids = body.diffusion_generate(
+            torch.tensor([prompt]),
+            generation_config=asked,
+            generation_logits_hook_func=lambda step, x, logits: without_mask(logits),
+        )
         expected.append(ids[0, length:].tolist())
     assert answers(toy.save(tmp_path), requests) == expected
     assert len({token for tokens in expected for token in tokens}) > VOCAB_SIZE // 8

@@ -111,6 +111,7 @@ FAMILIES = (
     ),
     # Its ``model_type`` is that of ``DreamForCausalLM``, whose configuration class reads both.
     _family("DreamModel", "dream", "DreamEngineConfig", tokenizer="DreamTokenizer"),
+    _family("CoDALanguageModel", "coda", "CoDAEngineConfig", "CoDAConfig"),
     _family("LLaDAModelLM", "llada", "LLaDAEngineConfig", "LLaDAConfig"),
     _family("LLaDAMoEModelLM", "llada", "LLaDAMoEEngineConfig", "LLaDAMoEConfig"),
     _family("ILLaDAForCausalLM", "illada", "ILLaDAEngineConfig", "ILLaDAConfig"),

@@ -11,8 +11,7 @@ from vllm.lora.request import LoRARequest
 from tests.support.engines.engine import TracedEngine
 from tests.support.engines.generate import tokens_of_batch
 from tests.support.families import dream
-from tests.support.families import makers as tiny
-from tests.support.families.cases import CASES, Asked, Case, Wanted, expected
+from tests.support.families.cases import CASES, IN_TIME, Asked, Case, Wanted, expected
 from tests.support.families.llada2_model import separate_experts
 from tests.support.families.makers import LLaDA
 from tests.support.families.model import prompt_of
@@ -23,10 +22,10 @@ pytestmark = pytest.mark.engine
 
 
 class InTime(Wanted):
-    """The settings of a request to Dream, which has steps for a whole answer."""
+    """The settings of a request to Dream or CoDA, which have steps for a whole answer."""
 
     def extra_args(self) -> dict[str, Any]:
-        return {"diffusion_max_steps": 12}
+        return {"diffusion_max_steps": 12, "diffusion_alg_temp": 0.0}
 
 
 def _dream(asked: Asked) -> Run:
@@ -38,7 +37,7 @@ def _dream(asked: Asked) -> Run:
     )
 
 
-FAMILIES = CASES | {"dream": Case(tiny.dream, _dream)}
+FAMILIES = CASES | {name: Case(make, _dream) for name, make in IN_TIME.items()}
 # PEFT's modules of each family's layers, experts among them.
 TARGETS: dict[str, Any] = {
     **dict.fromkeys(FAMILIES, rf".*\.(self_attn|mlp)\.{LINEAR}"),
@@ -87,7 +86,7 @@ class Adapted:
                 rename(path, lambda module: module.replace("model.", "encoder.", 1))
             if name == "llada":
                 rename(path, LLaDA.published_name)
-        kind = InTime if name == "dream" else Wanted
+        kind = InTime if name in IN_TIME else Wanted
         wanted = [kind(), kind(temperature=1.0, seed=3)]
         self.work = [
             (i, prompt_of(n, seed=n), one) for i in self._models for n in (5, 33) for one in wanted

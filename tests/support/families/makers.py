@@ -266,6 +266,29 @@ dream = Maker(
     file=("Dream-org/Dream-v0-Instruct-7B",),
 )
 
+
+class CoDA(TinyModel):
+    """CoDA: Qwen3 with a head of its own, of which ``config.json`` says nothing."""
+
+    def __init__(self, maker: Maker, config: dict[str, Any], block_length: int) -> None:
+        super().__init__(maker, config, block_length)
+        del config["tie_word_embeddings"]
+        published = files_of(*maker.file).files["generation_config.json"]
+        self.generation_config |= {name: published[name] for name in _UNREAD}
+
+
+# Settings of CoDA's ``generation_config.json`` that its loop does not read.
+_UNREAD = ("alg", "alg_temp", "diffusion_steps", "eps", "max_tokens")
+
+coda = Maker(
+    transformers_body("Qwen3"),
+    32,
+    {"hidden_size": 128, "head_dim": 32},
+    block_length_key=None,
+    file=("Salesforce/CoDA-v0-Instruct",),
+    kind=CoDA,
+)
+
 llada = Maker(
     transformers_body("Llama"),
     16,

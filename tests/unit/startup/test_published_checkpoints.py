@@ -28,6 +28,7 @@ TINY = {
     "LLaDAMoEModelLM": "llada-moe",
     "ILLaDAForCausalLM": "illada",
     "DreamModel": "dream",
+    "CoDALanguageModel": "coda",
     "DreamForCausalLM": "dream-reasoner",
     "NemotronLabsDiffusionModel": "nemotron",
     "Fast_dLLM_QwenForCausalLM": "fast-dllm",
