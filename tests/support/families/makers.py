@@ -427,3 +427,36 @@ nemotron = Maker(
     published=_encoder_names,
     kind=Nemotron,
 )
+
+# RND1: Qwen3-MoE, whose class writes false for what Qwen3-MoE has as null.
+rnd1 = replace(
+    sdar_moe,
+    body=lambda config: transformers_body("Qwen3Moe")(
+        config | {"rope_scaling": None, "sliding_window": None}
+    ),
+    config=sdar_moe.config
+    | {
+        "architectures": ["RND1LM"],
+        "auto_map": {
+            "AutoConfig": "configuration_rnd.RND1Config",
+            "AutoModel": "modeling_rnd.RND1Model",
+            "AutoModelForMaskedLM": "modeling_rnd.RND1LM",
+        },
+        "model_type": "rnd1",
+        "hidden_size": 128,
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "is_causal": False,
+        "mlp_only_layers": [],
+        "moe_backend": "hf",
+        "norm_topk_prob": True,
+        "num_diffusion_steps": 256,
+        "rope_scaling": False,
+        "rope_theta": 1000000.0,
+        "sliding_window": False,
+        "use_sliding_window": False,
+    },
+    block_length_key=None,
+    eos_token_id=END_IDS[0],
+    file=(),
+)

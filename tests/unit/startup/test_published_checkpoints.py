@@ -29,6 +29,7 @@ TINY = {
     "ILLaDAForCausalLM": "illada",
     "DreamModel": "dream",
     "CoDALanguageModel": "coda",
+    "RND1LM": "rnd1",
     "DreamForCausalLM": "dream-reasoner",
     "NemotronLabsDiffusionModel": "nemotron",
     "Fast_dLLM_QwenForCausalLM": "fast-dllm",
