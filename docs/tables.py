@@ -241,7 +241,7 @@ def rules() -> str:
     for name, rule in found.items():
         rows = [(f"`{key}`", each.values, each.meaning) for key, each in rule.settings.items()]
         rows += [(f'`preset` `"{key}"`', "", _values(of)) for key, of in rule.presets.items()]
-        for row in rows:
+        for row in rows or [("none of its own", "", "")]:
             having.setdefault(row, []).append(name)
     table = [[row[0], _code(names), *row[1:]] for row, names in having.items()]
     return _table(["setting", "rules", "values", "meaning"], table)

@@ -13,7 +13,7 @@ import pytest
 from tests.null_gpu import pass_kernels
 from tests.null_gpu.engine_cases import KINDS, PICTURED, WAYS
 from tests.support.counters import baselines
-from tests.support.families.cases import CASES, checkpoint_of
+from tests.support.families.cases import CASES, WITHOUT_STRATEGY, checkpoint_of
 from tests.support.models.checkpoints import SHIPPED
 
 pytestmark = pytest.mark.engine
@@ -22,8 +22,8 @@ SERVE = "tests.null_gpu.engine_cases:serve"
 # The versions of LLaDA2 before it differ from 2.2 in their rule alone, and SDAR's block of 32 in a
 # number: they are rehearsed.
 FAMILIES = [name for name in CASES if name not in ("llada2.0", "llada2.1", "sdar-block-32")]
-FAMILIES.append("dream")
-WHOLE_SEQUENCES = ("mdlm", "llada", "llada-moe", "illada", "dream")
+FAMILIES += WITHOUT_STRATEGY
+WHOLE_SEQUENCES = ("mdlm", "llada", "llada-moe", "illada", *WITHOUT_STRATEGY)
 # A pass of whole sequences, and one whose rows arrive as embeddings, for pictures.
 STEADY = ("llada", "mineru")
 # One for each layout but DiffusionGemma's, and the rows that it rounds up to.

@@ -1,4 +1,4 @@
-"""LLaDA and Dream: the tokens of their publishers' classes and loops."""
+"""LLaDA, Dream, CoDA and RND1: the tokens of their publishers' classes and loops."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests.publishers.engine import answers
 from tests.publishers.llada import model_and_loop
 from tests.support.families import makers as tiny
 from tests.support.families.model import MASK_ID, VOCAB_SIZE, prompt_of
+from tests.support.families.run import block_draws, keyed_sample
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -160,5 +161,133 @@ def test_dream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         )
         ids = getattr(ids, "sequences", ids)
         expected.append(ids[0, length:].tolist())
+    assert answers(toy.save(tmp_path), requests) == expected
+    assert len({token for tokens in expected for token in tokens}) > VOCAB_SIZE // 8
+
+
+def test_coda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of CoDA are those of ``diffusion_generate`` of the publisher's class for several
+    algorithms, numbers of steps and lengths, with the head that the class keeps apart.
+    """
+    load = modules_of(checkout("CoDA") / "CoDALanguageModel", "publisher_coda")
+    toy = tiny.coda()
+    own = ("architectures", "auto_map", "model_type", "torch_dtype")
+    fields = {name: value for name, value in toy.config.items() if name not in own}
+    config = load("model_config").CoDAConfig(**fields)
+    # transformers 5 asks whether the class has SDPA, which calls it by itself, and makes fields of
+    # an embedding that is not scaled.
+    config._attn_implementation, config.rope_theta = "eager", fields["rope_theta"]
+    config.rope_scaling = None
+    body = load("modeling_coda").CoDALanguageModel(config).float().eval()
+    body.load_state_dict(toy.tensors())
+    assert not torch.equal(body.lm_head.weight, body.model.embed_tokens.weight)
+    asking = load("generation_utils").DLMGenerationConfig
+    # It has no body, and an argument more in transformers 5.
+    monkeypatch.setattr(asking, "validate", lambda self, **_: None)
+    requests, expected = [], []
+    for length, num_tokens, steps, algorithm in (
+        (1, 24, 24, "entropy"),
+        (9, 40, 64, "entropy"),
+        (33, 64, 13, "entropy"),
+        (33, 64, 64, "maskgit_plus"),
+        (120, 100, 128, "entropy"),
+        (70, 48, 1, "maskgit_plus"),
+        (40, 60, 60, "topk_margin"),
+    ):
+        prompt = prompt_of(length, seed=length)
+        arguments = {
+            "diffusion_max_steps": steps,
+            "diffusion_algorithm": algorithm,
+            "diffusion_alg_temp": 0.0,
+        }
+        requests.append((prompt, num_tokens, arguments))
+        asked = asking(
+            max_new_tokens=num_tokens,
+            steps=steps,
+            alg=algorithm,
+            mask_token_id=MASK_ID,
+            pad_token_id=0,
+        )
+        ids = body.diffusion_generate(
+            torch.tensor([prompt]),
+            generation_config=asked,
+            generation_logits_hook_func=lambda step, x, logits: without_mask(logits),
+        )
+        expected.append(ids[0, length:].tolist())
+    assert answers(toy.save(tmp_path), requests) == expected
+    assert len({token for tokens in expected for token in tokens}) > VOCAB_SIZE // 8
+
+
+class Stable:
+    """``torch`` for RND1's loop: of equals ``topk`` keeps the rightmost, and draws are keyed as the
+    engine's are.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._sample, self._count = keyed_sample(seed), 0
+        self.distributions = SimpleNamespace(Categorical=self._categorical)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def topk(self, scores: torch.Tensor, k: int, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the k largest of each row, and their places."""
+        order = scores.flip(-1).argsort(dim=-1, descending=True, stable=True)[..., :k]
+        places = scores.shape[-1] - 1 - order
+        return scores.gather(-1, places), places
+
+    def _categorical(self, logits: torch.Tensor) -> Any:
+        # A row predicts the token at the next position.
+        draws = block_draws(0, self._count, range(1, logits.shape[1] + 1))
+        self._count += 1
+        return SimpleNamespace(sample=lambda: self._sample(logits[0], draws)[None])
+
+
+def test_rnd1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of RND1 are those of ``generate`` of the publisher's class for several temperatures,
+    numbers of steps and lengths.
+    """
+    load = modules_of(checkout("RND1") / "rnd", "publisher_rnd1")
+    toy = tiny.rnd1()
+    config = load("configuration_rnd").RND1Config()
+    # The class overwrites what it is given with the published values.
+    for name, value in toy.config.items():
+        if name not in ("architectures", "auto_map", "model_type", "rope_scaling"):
+            setattr(config, name, value)
+    config._attn_implementation = "sdpa"
+    config.rope_parameters = {"rope_type": "default", "rope_theta": toy.config["rope_theta"]}
+    body = load("modeling_rnd").RND1LM(config).float().eval()
+    body.load_state_dict(toy.tensors())
+
+    def forbid(_: Any, inputs: Any, output: Any) -> Any:
+        # An entropy with minus infinity would be NaN there.
+        output.logits[..., MASK_ID] = -1e4
+        return output
+
+    body.register_forward_hook(forbid)
+    requests, expected = [], []
+    for length, num_tokens, steps, temperature in (
+        (1, 24, 24, 0.0),
+        (9, 40, 7, 0.0),
+        (33, 64, 64, 1.0),
+        (33, 64, 13, 0.5),
+        (90, 96, 96, 0.01),
+        (70, 48, 1, 1.0),
+    ):
+        prompt = prompt_of(length, seed=length)
+        arguments = {"diffusion_max_steps": steps, "temperature": temperature, "seed": length}
+        requests.append((prompt, num_tokens, arguments))
+        monkeypatch.setattr(load("sampling"), "torch", Stable(length))
+        asked = load("generation_config").RND1GenerationConfig(
+            # The last position of the published loop holds padding.
+            max_new_tokens=num_tokens + 1,
+            num_diffusion_steps=steps,
+            mask_token_id=MASK_ID,
+            temperature=temperature,
+            greedy=temperature == 0,
+        )
+        ids = body.generate(inputs=torch.tensor([prompt]), generation_config=asked)
+        assert ids[0, -1] == toy.config["pad_token_id"]
+        expected.append(ids[0, length:-1].tolist())
     assert answers(toy.save(tmp_path), requests) == expected
     assert len({token for tokens in expected for token in tokens}) > VOCAB_SIZE // 8

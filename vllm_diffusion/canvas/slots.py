@@ -79,6 +79,10 @@ class NewRequest:
         """
         params, known = new_req_data.sampling_params, new_req_data.prefill_token_ids
         arguments, num_prompt = arguments_of(params), new_req_data.prompt_len
+        num_answer = params.max_tokens if arguments.suffix else 0
+        if spec.closing:
+            # As the scheduler has it: an answer leaves room for what stands after it.
+            num_answer = min(num_answer, spec.room(num_prompt))
         return cls(
             arguments,
             # The scheduler has chosen one for who brings none.
@@ -87,7 +91,7 @@ class NewRequest:
             num_generated=len(known) - num_prompt,
             given=known[len(known) - spec.num_given(len(known)) :],
             known=known,
-            suffix_start=spec.num_given(num_prompt) + params.max_tokens if arguments.suffix else 0,
+            suffix_start=spec.num_given(num_prompt) + num_answer if arguments.suffix else 0,
             end_tokens=end_token_ids(params) if params else (),
             is_constrained=bool(params and constraining_fields(params)),
         )

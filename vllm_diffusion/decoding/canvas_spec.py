@@ -31,6 +31,7 @@ class CanvasSpec:
             random tokens.
         end_texts: Texts of tokens that end an answer, besides those of ``generation_config.json``
             and of the tokenizer.
+        closing: Tokens that stand after each answer and its suffix while it is written.
     """
 
     ways: tuple[Way, ...]
@@ -38,6 +39,7 @@ class CanvasSpec:
     default_way: int = 0
     mask_token_id: int | None = None
     end_texts: tuple[str, ...] = ()
+    closing: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -106,6 +108,10 @@ class CanvasSpec:
     @cached_property
     def _block_length(self) -> int:
         return int(self.settings.get("block_length", self.length))
+
+    def room(self, num_prompt: int) -> int:
+        """Return the most tokens of an answer, where a canvas holds it whole."""
+        return self.length - num_prompt - len(self.closing)
 
     def num_given(self, num_known: int) -> int:
         """Return how many leading positions of the canvas after ``num_known`` tokens are known

@@ -56,9 +56,9 @@ class Preset:
 
     @property
     def figures(self) -> str:
-        """The publisher's figures and how they were measured, as text."""
+        """The publisher's figures and how they were measured, as text; empty without figures."""
         each = ", ".join(f"{data_set} {tokens:.2f}" for data_set, tokens in self.kept.items())
-        return f"{each} ({self.kept_with})"
+        return f"{each} ({self.kept_with})" if each else ""
 
     @property
     def command(self) -> str:

@@ -111,6 +111,8 @@ FAMILIES = (
     ),
     # Its ``model_type`` is that of ``DreamForCausalLM``, whose configuration class reads both.
     _family("DreamModel", "dream", "DreamEngineConfig", tokenizer="DreamTokenizer"),
+    _family("CoDALanguageModel", "coda", "CoDAEngineConfig", "CoDAConfig"),
+    _family("RND1LM", "rnd1", "RND1EngineConfig", "RND1Config"),
     _family("LLaDAModelLM", "llada", "LLaDAEngineConfig", "LLaDAConfig"),
     _family("LLaDAMoEModelLM", "llada", "LLaDAMoEEngineConfig", "LLaDAMoEConfig"),
     _family("ILLaDAForCausalLM", "illada", "ILLaDAEngineConfig", "ILLaDAConfig"),

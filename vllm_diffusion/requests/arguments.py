@@ -49,6 +49,7 @@ _NAMES: tuple[str, ...] = (
 # loop.
 _PUBLISHED_NAMES = {
     "steps": "diffusion_max_steps",
+    "num_diffusion_steps": "diffusion_max_steps",
     "denoising_steps": "diffusion_max_steps",
     "gen_length": "max_tokens",
     "max_new_tokens": "max_tokens",
@@ -75,6 +76,8 @@ _LIKELIHOOD = (
 _NOT_SERVED = {
     "cfg_scale": "is not served: guidance runs the model twice a step, on the prompt and without it; leave "
     "it out.",
+    "eb_gamma": "is not served: leave it out, and lower diffusion_max_steps for more tokens a pass.",
+    "add_eos_at_end": "is not served: leave it out, and set max_tokens to about the answer's length.",
     **dict.fromkeys(("use_cache", "dual_cache", "use_block_cache"), _CACHE),
     **dict.fromkeys(("mc_num", "mc_iterations"), _LIKELIHOOD),
 }

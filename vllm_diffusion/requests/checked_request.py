@@ -10,6 +10,12 @@ import msgspec
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.ways import Way
 from vllm_diffusion.requests.arguments import RequestArguments, attach_arguments
+from vllm_diffusion.requests.refusals import refuse
+
+_NO_ROOM = (
+    "has {} tokens; an answer of at least one token and {} after it must fit into the model's {} too. "
+    "Shorten it, or raise --max-model-len."
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,12 @@ class CheckedRequest:
         ``max_tokens`` and ``ignore_eos`` of a read-only request are set.
         """
         params, arguments, spec, way = self.params, self.arguments, self.spec, self.way
-        narrowed, width = {}, self.width
+        narrowed: dict[str, Any] = {}
+        width = self.width
+        if spec.closing:
+            if spec.room(self.num_prompt) < 1:
+                refuse("prompt", _NO_ROOM.format(self.num_prompt, len(spec.closing), spec.length))
+            narrowed["suffix"] = arguments.suffix + spec.closing
         if way is not spec.ways[0]:
             # A draft may be narrower than the server's canvases, and one token is one position.
             width = (arguments.canvas_length or way.length) if way.denoises else way.length

@@ -168,7 +168,7 @@ def _suffix(request: CheckedRequest, text: str) -> tuple[int, ...]:
     tokens = _tokens("suffix", text, request.processor)
     num_given = spec.num_given(num_prompt)
     room = request.processor.model_config.max_model_len - num_prompt
-    most = min(spec.length, num_given + room)
+    most = min(spec.length, num_given + room) - len(spec.closing)
     max_tokens = most if request.params.max_tokens is None else request.params.max_tokens
     if num_given + max_tokens >= most:
         refuse(

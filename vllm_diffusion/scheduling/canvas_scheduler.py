@@ -142,7 +142,7 @@ class CanvasScheduling(Scheduler):
             request.max_tokens = min(request.max_tokens, num_read)
         if self.spec.layout.keeps_emitted:
             # Its canvas has no more than the model's length has room for.
-            num_left = self.spec.length - request.num_prompt_tokens
+            num_left = self.spec.room(request.num_prompt_tokens)
             request.max_tokens = min(request.max_tokens, num_left)
         if request.lora_request is not None:
             request.lora_request = AdapterLoad.of(request.lora_request)

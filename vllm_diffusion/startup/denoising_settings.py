@@ -150,19 +150,20 @@ def _checked(name: str, value: Any, setting: Setting | Choice, source: str) -> f
 
 
 def checkpoint_settings(
-    model_config: ModelConfig, defaults: Mapping[str, Any], keys: Mapping[str, str]
+    model_config: ModelConfig, defaults: Mapping[str, Any], keys: Mapping[str, str | None]
 ) -> Published:
     """Read a checkpoint's own settings from ``generation_config.json``.
 
     Args:
         model_config: Configuration of the checkpoint.
         defaults: The family's settings by name, for those that the file leaves out.
-        keys: The publisher's names of settings, by ours. They are not read from a file that
-            ``transformers`` derived from ``config.json``: it has the defaults of the publisher's
-            class, which nobody chose.
+        keys: The publisher's names of settings, by ours, and ``None`` for settings that are not
+            read. They are not read from a file that ``transformers`` derived from ``config.json``
+            either: it has the defaults of the publisher's class, which nobody chose.
     """
     generation, source = generation_config(model_config)
-    theirs = {name: key for name, key in keys.items() if name not in generation}
+    defaults_only = {name for name, key in keys.items() if key is None}
+    theirs = {name: key for name, key in keys.items() if key and name not in generation}
     if generation.get("_from_model_config"):
         unread = [f"{key}={generation[key]!r}" for key in theirs.values() if key in generation]
         if unread:
@@ -174,7 +175,10 @@ def checkpoint_settings(
             )
         theirs = {}
     own = {name: theirs.get(name, name) for name in defaults}
-    values = {name: generation.get(key, defaults[name]) for name, key in own.items()}
+    values = {
+        name: defaults[name] if name in defaults_only else generation.get(key, defaults[name])
+        for name, key in own.items()
+    }
     return Published(values, source, theirs)
 
 

@@ -34,7 +34,8 @@ class MaskedEngineConfig(BlockDiffusionEngineConfig):
         block_length: Positions of a block if ``config.json`` has no length.
         block_length_key: Key of the block length in ``config.json``.
         generation_keys: Names in ``generation_config.json`` of settings that the publisher calls
-            otherwise than this package, by the name here.
+            otherwise than this package, by the name here; ``None`` for a setting that the
+            publisher's loop does not read there, although the file has its name.
         layout: Layout of its canvases in a sequence.
         end_texts: Tokens at which the published loop ends an answer by itself, whatever the
             checkpoint's files name.
@@ -43,7 +44,7 @@ class MaskedEngineConfig(BlockDiffusionEngineConfig):
     mask_token_id: ClassVar[int]
     block_length: ClassVar[int]
     block_length_key: ClassVar[str] = "block_size"
-    generation_keys: ClassVar[Mapping[str, str]] = {}
+    generation_keys: ClassVar[Mapping[str, str | None]] = {}
     layout: ClassVar[type[CanvasLayout]] = AlignedBlock
     end_texts: ClassVar[tuple[str, ...]] = ()
 

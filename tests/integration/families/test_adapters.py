@@ -10,9 +10,9 @@ from vllm.lora.request import LoRARequest
 
 from tests.support.engines.engine import TracedEngine
 from tests.support.engines.generate import tokens_of_batch
-from tests.support.families import dream
+from tests.support.families import dream, rnd1
 from tests.support.families import makers as tiny
-from tests.support.families.cases import CASES, Asked, Case, Wanted, expected
+from tests.support.families.cases import CASES, IN_TIME, Asked, Case, Wanted, expected
 from tests.support.families.llada2_model import separate_experts
 from tests.support.families.makers import LLaDA
 from tests.support.families.model import prompt_of
@@ -23,10 +23,10 @@ pytestmark = pytest.mark.engine
 
 
 class InTime(Wanted):
-    """The settings of a request to Dream, which has steps for a whole answer."""
+    """The settings of a request to Dream or CoDA, which have steps for a whole answer."""
 
     def extra_args(self) -> dict[str, Any]:
-        return {"diffusion_max_steps": 12}
+        return {"diffusion_max_steps": 12, "diffusion_alg_temp": 0.0}
 
 
 def _dream(asked: Asked) -> Run:
@@ -38,7 +38,21 @@ def _dream(asked: Asked) -> Run:
     )
 
 
-FAMILIES = CASES | {"dream": Case(tiny.dream, _dream)}
+class InEvenSteps(Wanted):
+    """The settings of a request to RND1."""
+
+    def extra_args(self) -> dict[str, Any]:
+        return {"diffusion_max_steps": 12}
+
+
+def _rnd1(asked: Asked) -> Run:
+    steps = asked.wanted.extra_args()["diffusion_max_steps"]
+    padded = {"max_new_tokens": asked.wanted.max_tokens + 1, "pad_id": 0}
+    return rnd1.generate(**asked.common, **padded, num_steps=steps)
+
+
+FAMILIES = CASES | {name: Case(make, _dream) for name, make in IN_TIME.items()}
+FAMILIES["rnd1"] = Case(tiny.rnd1, _rnd1)
 # PEFT's modules of each family's layers, experts among them.
 TARGETS: dict[str, Any] = {
     **dict.fromkeys(FAMILIES, rf".*\.(self_attn|mlp)\.{LINEAR}"),
@@ -46,13 +60,13 @@ TARGETS: dict[str, Any] = {
         ("llada2.0", "llada2.1", "llada2.2"),
         r".*\.(query_key_value|dense|gate_proj|up_proj|down_proj)",
     ),
-    "sdar-moe": rf".*\.(self_attn|experts\.\d+)\.{LINEAR}",
+    **dict.fromkeys(("sdar-moe", "rnd1"), rf".*\.(self_attn|experts\.\d+)\.{LINEAR}"),
     # One of its layers has no experts.
     "llada-moe": rf".*\.(self_attn|mlp|experts\.\d+)\.{LINEAR}",
 }
 # The router of the experts is not a module to PEFT, but a parameter.
 ROUTERS = dict.fromkeys(
-    ("sdar-moe", "llada-moe", "llada2.0", "llada2.1", "llada2.2"), ["mlp.gate.weight"]
+    ("sdar-moe", "rnd1", "llada-moe", "llada2.0", "llada2.1", "llada2.2"), ["mlp.gate.weight"]
 )
 
 
@@ -87,7 +101,7 @@ class Adapted:
                 rename(path, lambda module: module.replace("model.", "encoder.", 1))
             if name == "llada":
                 rename(path, LLaDA.published_name)
-        kind = InTime if name == "dream" else Wanted
+        kind = InTime if name in IN_TIME else InEvenSteps if name == "rnd1" else Wanted
         wanted = [kind(), kind(temperature=1.0, seed=3)]
         self.work = [
             (i, prompt_of(n, seed=n), one) for i in self._models for n in (5, 33) for one in wanted

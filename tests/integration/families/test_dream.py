@@ -1,4 +1,4 @@
-"""Dream: the engine's tokens are those of its published loop, in any batch."""
+"""Dream and CoDA: the engine's tokens are those of their published loop, in any batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.engines.engine import SYNCHRONOUS_OFTEN, TracedEngine
 from tests.support.families import dream, run
-from tests.support.families import makers as tiny
+from tests.support.families.cases import IN_TIME
 from tests.support.families.model import MASK_ID, TinyModel, prompt_of
 from tests.support.families.run import Run
 
@@ -20,22 +20,34 @@ MAX_LENGTH = 192
 
 
 @functools.cache
-def model() -> TinyModel:
-    return tiny.dream()
+def model(family: str) -> TinyModel:
+    return IN_TIME[family]()
+
+
+@pytest.fixture(scope="module", params=IN_TIME)
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="module", params=SYNCHRONOUS_OFTEN)
 def engine(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, family: str
 ) -> Iterator[TracedEngine]:
-    folder = model().save(tmp_path_factory.mktemp("dream"))
+    folder = model(family).save(tmp_path_factory.mktemp(family))
     options: dict[str, Any] = {"max_model_len": MAX_LENGTH, "max_num_seqs": 8}
     options["async_scheduling"] = request.param
     with TracedEngine(folder, **options) as made:
         yield made
 
 
-def asked(**wanted: Any) -> tuple[list[int], Any, Run]:
+# What a request gets that sets neither; the loop's own defaults are ``origin`` and 512.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "dream": {"steps": 512, "alg_temp": 0.0},
+    "coda": {"steps": 128, "alg_temp": 0.1},
+}
+
+
+def asked(family: str, **wanted: Any) -> tuple[list[int], Any, Run]:
     """Return a prompt, the settings of its request, and the loop's run."""
     from vllm import SamplingParams
 
@@ -55,12 +67,12 @@ def asked(**wanted: Any) -> tuple[list[int], Any, Run]:
         **({"temperature": 0.0} | common),
     )
     loop = dream.generate(
-        run.suppress(model(), [MASK_ID]),
+        run.suppress(model(family), [MASK_ID]),
         prompt,
         max_new_tokens=wanted["max_tokens"],
-        steps=wanted.get("steps", 512),
+        steps=wanted.get("steps", DEFAULTS[family]["steps"]),
         alg=wanted.get("alg", "entropy"),
-        alg_temp=wanted.get("alg_temp", 0.0),
+        alg_temp=wanted.get("alg_temp", DEFAULTS[family]["alg_temp"]),
         mask_id=MASK_ID,
         sample=run.keyed_sample(wanted["seed"]),
         uniform=run.keyed_uniform(wanted["seed"]),
@@ -98,27 +110,27 @@ BATCHES = {
     "alg_temp": [
         {"length": 12, "max_tokens": 20, "steps": 10, "alg": alg, "alg_temp": heat}
         for alg in ("entropy", "maskgit_plus", "topk_margin")
-        for heat in (0.1, 1.0)
+        for heat in (0.0, 0.1, 1.0)
     ],
 }
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_tokens(engine: TracedEngine, batch: str) -> None:
+def test_tokens(engine: TracedEngine, family: str, batch: str) -> None:
     """Requests of several lengths and settings get in one batch the tokens that each gets alone."""
-    requests = [asked(seed=7 + i, **wanted) for i, wanted in enumerate(BATCHES[batch])]
+    requests = [asked(family, seed=7 + i, **wanted) for i, wanted in enumerate(BATCHES[batch])]
     outputs = engine.outputs([r[0] for r in requests], [r[1] for r in requests])
     for wanted, (_, _, loop), output in zip(BATCHES[batch], requests, outputs, strict=True):
         assert list(output.outputs[0].token_ids) == loop.tokens, wanted
     assert len({tuple(loop.tokens) for _, _, loop in requests}) > 1
 
 
-@pytest.mark.parametrize("steps", [1, 6, 24, 512])
-def test_passes(engine: TracedEngine, steps: int) -> None:
+@pytest.mark.parametrize("steps", [1, 6, 24, 128])
+def test_passes(engine: TracedEngine, family: str, steps: int) -> None:
     """A request takes one pass per step that reveals something, and reports that number."""
     from vllm_diffusion.metrics import request_metrics
 
-    prompt, params, loop = asked(length=20, max_tokens=24, steps=steps, seed=3)
+    prompt, params, loop = asked(family, length=20, max_tokens=24, steps=steps, seed=3)
     params.extra_args = {**params.extra_args, "diffusion_step_map": True}
     (output,) = engine.outputs([prompt], [params])
     completion = output.outputs[0]
@@ -128,9 +140,9 @@ def test_passes(engine: TracedEngine, steps: int) -> None:
     assert list(completion.diffusion_step_map) == [step + 1 for step in loop.revealed]
 
 
-def test_an_end_token_ends_the_answer(engine: TracedEngine) -> None:
+def test_an_end_token_ends_the_answer(engine: TracedEngine, family: str) -> None:
     """The first end token of the finished answer ends it, and changes no token before it."""
-    prompt, params, loop = asked(length=8, max_tokens=24, seed=5)
+    prompt, params, loop = asked(family, length=8, max_tokens=24, seed=5)
     end = loop.tokens[10]
     params.stop_token_ids = [end]
     params.update_from_generation_config({}, None)

@@ -423,18 +423,23 @@ CASES: dict[str, Case] = {
 LAYOUTS = ("sdar", "sdar-block-32", "llada2.1", "llada2.2", "nemotron", "fast-dllm")
 
 
+# Families that reveal by a schedule in time, and those whose requests have no strategy.
+IN_TIME = {"dream": tiny.dream, "coda": tiny.coda}
+WITHOUT_STRATEGY = IN_TIME | {"rnd1": tiny.rnd1}
+
+
 def checkpoint_of(family: str, folder: Path) -> tuple[Path, dict[str, Any]]:
     """A checkpoint, and the options of an engine that it needs.
 
     Args:
-        family: Of :data:`CASES`, or ``dream``; any other name is DiffusionGemma's, whose canvases
-            take few steps: what is kept of one is what it was denoised on.
+        family: Of :data:`CASES` or :data:`WITHOUT_STRATEGY`; any other name is DiffusionGemma's,
+            whose canvases take few steps: what is kept of one is what it was denoised on.
         folder: For the checkpoint.
     """
     if family in CASES:
         return CASES[family].make().save(folder), dict(CASES[family].options)
-    if family == "dream":
-        return tiny.dream().save(folder), {}
+    if family in WITHOUT_STRATEGY:
+        return WITHOUT_STRATEGY[family]().save(folder), {}
     return random_checkpoint(folder, generation_config={"max_denoising_steps": 6}), {}
 
 

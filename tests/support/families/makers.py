@@ -266,6 +266,29 @@ dream = Maker(
     file=("Dream-org/Dream-v0-Instruct-7B",),
 )
 
+
+class CoDA(TinyModel):
+    """CoDA: Qwen3 with a head of its own, of which ``config.json`` says nothing."""
+
+    def __init__(self, maker: Maker, config: dict[str, Any], block_length: int) -> None:
+        super().__init__(maker, config, block_length)
+        del config["tie_word_embeddings"]
+        published = files_of(*maker.file).files["generation_config.json"]
+        self.generation_config |= {name: published[name] for name in _UNREAD}
+
+
+# Settings of CoDA's ``generation_config.json`` that its loop does not read.
+_UNREAD = ("alg", "alg_temp", "diffusion_steps", "eps", "max_tokens")
+
+coda = Maker(
+    transformers_body("Qwen3"),
+    32,
+    {"hidden_size": 128, "head_dim": 32},
+    block_length_key=None,
+    file=("Salesforce/CoDA-v0-Instruct",),
+    kind=CoDA,
+)
+
 llada = Maker(
     transformers_body("Llama"),
     16,
@@ -403,4 +426,37 @@ nemotron = Maker(
     file=("nvidia/Nemotron-Labs-Diffusion-8B",),
     published=_encoder_names,
     kind=Nemotron,
+)
+
+# RND1: Qwen3-MoE, whose class writes false for what Qwen3-MoE has as null.
+rnd1 = replace(
+    sdar_moe,
+    body=lambda config: transformers_body("Qwen3Moe")(
+        config | {"rope_scaling": None, "sliding_window": None}
+    ),
+    config=sdar_moe.config
+    | {
+        "architectures": ["RND1LM"],
+        "auto_map": {
+            "AutoConfig": "configuration_rnd.RND1Config",
+            "AutoModel": "modeling_rnd.RND1Model",
+            "AutoModelForMaskedLM": "modeling_rnd.RND1LM",
+        },
+        "model_type": "rnd1",
+        "hidden_size": 128,
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "is_causal": False,
+        "mlp_only_layers": [],
+        "moe_backend": "hf",
+        "norm_topk_prob": True,
+        "num_diffusion_steps": 256,
+        "rope_scaling": False,
+        "rope_theta": 1000000.0,
+        "sliding_window": False,
+        "use_sliding_window": False,
+    },
+    block_length_key=None,
+    eos_token_id=END_IDS[0],
+    file=(),
 )

@@ -28,6 +28,8 @@ TINY = {
     "LLaDAMoEModelLM": "llada-moe",
     "ILLaDAForCausalLM": "illada",
     "DreamModel": "dream",
+    "CoDALanguageModel": "coda",
+    "RND1LM": "rnd1",
     "DreamForCausalLM": "dream-reasoner",
     "NemotronLabsDiffusionModel": "nemotron",
     "Fast_dLLM_QwenForCausalLM": "fast-dllm",

@@ -1,0 +1,11 @@
+"""CoDA on vLLM's Qwen3: the same layers and weight names."""
+
+from __future__ import annotations
+
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+
+from vllm_diffusion.runner.masked_model import MaskedModel
+
+
+class CoDALanguageModel(MaskedModel, Qwen3ForCausalLM):
+    """CoDA-v0-Instruct and CoDA-v0-Base, 1.7B."""
