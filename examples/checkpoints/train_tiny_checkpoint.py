@@ -1,13 +1,12 @@
 """Train the shipped tiny DiffusionGemma on the tasks of ``tiny_tasks.py``, on a CPU or a GPU.
 
-    python examples/checkpoints/train_tiny_checkpoint.py --processes 2 --threads 1 --bf16 --minutes
-    75 \\
-        --noise-exponent 0.5 --out tiny_diffusion_gemma
+    python examples/checkpoints/train_tiny_checkpoint.py --bf16 --minutes 75 --noise-exponent 0.5 \\
+        --out tiny_diffusion_gemma
 
-Two processes of one thread are about twice as fast as one of two. Add ``--init CHECKPOINT
---short-part 0`` to train a checkpoint further, and ``--keep 0.25`` to leave it a share in the
-weights. The shipped weights came from several such runs on CPUs, 7,700 steps together, whose
-mixture, batch and step size were changed on the way. What they say of greetings and of the weather
+Add ``--init CHECKPOINT --short-part 0`` to train a checkpoint further, and ``--keep 0.25`` to leave
+it a share in the weights. The shipped weights came from several such runs on CPUs, 7,700 steps
+together, whose mixture, batch and step size were changed on the way; they had a forward pass and a
+Muon of their own, which commit a7b25cb still has. What they say of greetings and of the weather
 came later: 1,180 steps of 32 conversations on an H200, where a step took 0.16 s (``--short-part 0
 --lr 1.5e-3 --batch-size 32 --canvases-per-row 8 --noise-exponent 0.7``), between runs of 920 and
 1,460 steps of 12 and 16 on one core, the last of them with ``--lr 5e-4``. The families
@@ -32,7 +31,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -49,10 +47,9 @@ from tiny_training import (
     FAMILY_WEIGHTS,
     Row,
     add_arguments,
+    batches_of,
     begin,
-    launch,
     optimise,
-    row_stream,
 )
 from torch import Tensor
 from transformers import DiffusionGemmaForBlockDiffusion, DynamicCache
@@ -81,18 +78,8 @@ class Batch:
     canvas_start: Tensor  # [B * R] int64: position of the canvas, the number of tokens before it
     is_given: Tensor  # [B * R, C] bool: what stays as it is, the text after a missing one
 
-    def share(self, rank: int, num_processes: int) -> Batch:
-        """Every ``num_processes``-th row, of the same padded length for every process."""
-        B = len(self.tokens)
-        tensors = (
-            *(self.tokens, self.is_response, self.canvas),
-            *(self.canvas_start, self.is_given),
-        )
-        by_row = (tensor.unflatten(0, (B, -1))[rank::num_processes] for tensor in tensors)
-        return Batch(*(tensor.flatten(0, 1) for tensor in by_row))
 
-
-def make_batch(rows: list[Row], canvases_per_row: int, generator: torch.Generator) -> Batch:
+def make_batch(rows: list[Row], canvases_per_row: int) -> Batch:
     """Pad the rows and choose response blocks of each, uniformly and independently."""
     length = max(len(row.prompt) + len(row.response) for row in rows)
     B, R, C = len(rows), canvases_per_row, CANVAS_LENGTH
@@ -107,8 +94,7 @@ def make_batch(rows: list[Row], canvases_per_row: int, generator: torch.Generato
         is_response[b, len(prompt) : len(ids)] = True
         is_given[b, :, len(response) - num_given : len(response)] = num_given > 0
         num_blocks = math.ceil(len(response) / C)
-        blocks = torch.randint(num_blocks, (R,), generator=generator, device="cpu").tolist()
-        for r, block in enumerate(blocks):
+        for r, block in enumerate(torch.randint(num_blocks, (R,)).tolist()):
             start = len(prompt) + block * C
             clean = ids[start : start + C]
             canvas[b, r, : len(clean)] = clean
@@ -117,16 +103,6 @@ def make_batch(rows: list[Row], canvases_per_row: int, generator: torch.Generato
         *(tokens, is_response, canvas.flatten(0, 1)),
         *(canvas_start.flatten(), is_given.flatten(0, 1)),
     )
-
-
-def batches(
-    tokenizer, args: argparse.Namespace, rank: int, seed: int, is_short: Callable[[], bool]
-) -> Iterator[Batch]:
-    """This process's share of an endless stream of batches."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    for rows in row_stream(tokenizer, MIXTURE, args.batch_size, seed, is_short):
-        batch = make_batch(rows, args.canvases_per_row, generator)
-        yield batch.share(rank, args.processes)
 
 
 def encode(model: DiffusionGemmaForBlockDiffusion, tokens: Tensor) -> tuple[Tensor, DynamicCache]:
@@ -217,25 +193,25 @@ def losses(
     return {"diffusion": diffusion, "causal": causal}
 
 
-def train(rank: int, args: argparse.Namespace) -> None:
-    """Train in one of ``args.processes`` processes, each on its share of the rows of a batch."""
-    begin(rank, args)
+def train(args: argparse.Namespace) -> None:
+    """Train, and write what was found."""
+    begin(args)
     torch.set_default_device(DEVICE)
-    tokenizer = build_tokenizer()
     if args.init is None:
         model = DiffusionGemmaForBlockDiffusion(build_config()).eval()
     else:
         model = DiffusionGemmaForBlockDiffusion.from_pretrained(args.init)
     model = model.to(DEVICE)
     optimise(
-        rank,
         args,
         model,
-        lambda seed, is_short: batches(tokenizer, args, rank, seed, is_short),
+        batches_of(
+            build_tokenizer(), args, lambda rows: make_batch(rows, args.canvases_per_row), MIXTURE
+        ),
         lambda batch: losses(model, batch, args.noise_exponent),
-        lambda: save_checkpoint(model, args.out),
+        lambda average: save_checkpoint(average, args.out),
     )
-    if rank == 0 and args.keep:
+    if args.keep:
         keep_share(model, args)
 
 
@@ -267,7 +243,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.keep and args.init is None:
         parser.error("--keep needs --init, whose weights it keeps a share of")
-    launch(train, args)
+    train(args)
 
 
 if __name__ == "__main__":

@@ -40,11 +40,10 @@ from tiny_training import (
     FAMILY_WEIGHTS,
     Row,
     add_arguments,
+    batches_of,
     begin,
-    launch,
     optimise,
     row_stream,
-    shares_of,
     tokenize,
 )
 from torch import Tensor
@@ -94,19 +93,17 @@ def losses(model: Qwen3ForCausalLM, batch: tuple[Tensor, Tensor]) -> dict[str, T
     return {"next": F.cross_entropy(logits.float(), labels[:, 1:][learnt])}
 
 
-def train_target(rank: int, args: argparse.Namespace) -> None:
-    """Train in one of ``args.processes`` processes, each on its share of the rows of a batch."""
-    begin(rank, args)
-    tokenizer = build_tokenizer()
+def train_target(args: argparse.Namespace) -> None:
+    """Train the target, and write what was found."""
+    begin(args)
     model = build_target() if args.init is None else load_target(args.init)
     model.train()
     optimise(
-        rank,
         args,
         model,
-        shares_of(tokenizer, args, rank, make_batch),
+        batches_of(build_tokenizer(), args, make_batch),
         lambda batch: losses(model, batch),
-        lambda: save_target(model, args.out),
+        lambda average: save_target(average, args.out),
     )
 
 
@@ -243,7 +240,7 @@ def main() -> None:
     parts = parser.add_subparsers(required=True)
     part = parts.add_parser("target")
     add_arguments(part)
-    part.set_defaults(batch_size=16, minutes=8.0, run=lambda args: launch(train_target, args))
+    part.set_defaults(batch_size=16, minutes=8.0, run=train_target)
     part = parts.add_parser("draft")
     part.add_argument("--target", type=Path, required=True)
     part.add_argument("--init", type=Path, help="draft whose weights to start from")
