@@ -5,16 +5,15 @@
 
 Add ``--init CHECKPOINT --short-part 0`` to train a checkpoint further, and ``--keep 0.25`` to leave
 it a share in the weights. The shipped weights came from several such runs on CPUs, 7,700 steps
-together, whose mixture, batch and step size were changed on the way; they had a forward pass and a
-Muon of their own, which commit a7b25cb still has. What they say of greetings and of the weather
-came later: 1,180 steps of 32 conversations on an H200, where a step took 0.16 s (``--short-part 0
---lr 1.5e-3 --batch-size 32 --canvases-per-row 8 --noise-exponent 0.7``), between runs of 920 and
-1,460 steps of 12 and 16 on one core, the last of them with ``--lr 5e-4``. The families
-``json-asked`` and ``fill`` came last, in 660 steps of 24 and 1,200 of 16 with ``--lr`` 6e-4 to 3e-4
-and ``--keep 0.25``: the old tasks, of which sums had fallen to 95.7 %, are at what they were with
-it, and of the new ones nothing is lost. One run with the settings above has not been tried.
-``--bf16`` is for processors that multiply in bfloat16: on others a step takes ten times as long
-with it.
+together, whose mixture, batch and step size were changed on the way. What they say of greetings and
+of the weather came later: 1,180 steps of 32 conversations on an H200, where a step took 0.16 s
+(``--short-part 0 --lr 1.5e-3 --batch-size 32 --canvases-per-row 8 --noise-exponent 0.7``), between
+runs of 920 and 1,460 steps of 12 and 16 on one core, the last of them with ``--lr 5e-4``. The
+families ``json-asked`` and ``fill`` came last, in 660 steps of 24 and 1,200 of 16 with ``--lr``
+6e-4 to 3e-4 and ``--keep 0.25``: the old tasks, of which sums had fallen to 95.7 %, are at what
+they were with it, and of the new ones nothing is lost. One run with the settings above has not been
+tried. ``--bf16`` is for processors that multiply in bfloat16: on others a step takes ten times as
+long with it.
 
 The objective is uniform-noise block diffusion with self-conditioning: a few response blocks
 (canvases) per conversation, which share its encoder pass; t uniform in (0.001, 1); each canvas
