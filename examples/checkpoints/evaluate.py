@@ -1,10 +1,11 @@
 """Score a tiny checkpoint on held-out prompts: ``transformers`` and vLLM side by side.
 
-    python examples/checkpoints/evaluate.py --num-prompts 100 python
-    examples/checkpoints/evaluate.py --engine vllm --families sums json python
-    examples/checkpoints/evaluate.py --engine vllm --settings '{"preset": "fast"}' python
-    examples/checkpoints/evaluate.py --engine vllm --checkpoint "$(vllm-diffusion checkpoint
-    --family sdar)" python examples/checkpoints/evaluate.py --compare fp8=FOLDER nvfp4=FOLDER
+    python examples/checkpoints/evaluate.py --num-prompts 100
+    python examples/checkpoints/evaluate.py --engine vllm --families sums json
+    python examples/checkpoints/evaluate.py --engine vllm --settings '{"preset": "fast"}'
+    sdar="$(vllm-diffusion checkpoint --family sdar)"
+    python examples/checkpoints/evaluate.py --engine vllm --checkpoint "$sdar"
+    python examples/checkpoints/evaluate.py --compare fp8=FOLDER nvfp4=FOLDER
 
 For each checkable family of ``tiny_tasks.py``: exact match with its 95 % Wilson interval, and the
 mean number of denoise steps per canvas. Both engines get the same token ids and the sampling
@@ -13,9 +14,8 @@ settings of the checkpoint's ``generation_config.json``; their random draws diff
 ``--compare`` runs ``--checkpoint`` and quantised copies of it (``quantize.py``) through vLLM
 instead, and prints what quantising costs (``format_comparison.py``).
 
-``transformers`` runs ``generate`` on batches of prompts of one length only. Such a batch has no
-padding, so each row is computed as it would be alone. SDAR has no ``generate`` there: its loop in
-``tiny_sdar.py`` over ``transformers``' Qwen3 answers one prompt at a time, without a cache.
+``transformers`` answers one prompt at a time, so that nothing is padded. SDAR has no ``generate``
+there: the loop in ``tiny_sdar.py`` over ``transformers``' Qwen3 answers, without a cache.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ import argparse
 import json
 import math
 import time
-from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,110 +59,53 @@ class Answer:
     num_denoise_steps: int | None
 
 
-@dataclass(frozen=True)
-class Score:
-    """One family under one engine."""
-
-    family: str
-    engine: str
-    num_prompts: int
-    num_correct: int
-    steps_per_canvas: float | None
-    seconds: float
-    wrong: list[tuple[str, str]]  # (right answer, what was said), a few
-
-    def __str__(self) -> str:
-        low, high = wilson_interval(self.num_correct, self.num_prompts)
-        steps = "n/a" if self.steps_per_canvas is None else f"{self.steps_per_canvas:.2f}"
-        return (
-            f"{self.family:<8} {self.engine:<12} {self.num_correct / self.num_prompts:6.1%} "
-            f"[{low:.1%}, {high:.1%}] of {self.num_prompts}  steps/canvas {steps:>5}  "
-            f"{self.seconds:.0f} s"
-        )
-
-
 class TransformersEngine:
-    """The oracle: ``DiffusionGemmaForBlockDiffusion.generate`` in fp32 on this machine."""
+    """The oracle, in fp32 on this machine: ``DiffusionGemmaForBlockDiffusion.generate``, or SDAR's
+    loop over ``transformers``' Qwen3.
+    """
 
     name = "transformers"
 
-    def __init__(self, checkpoint: Path, *, batch_size: int, seed: int, threads: int | None):
+    def __init__(self, checkpoint: Path, *, seed: int, threads: int | None):
         import torch
+        from tiny_sdar import load_model
         from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
         if threads is not None:
             torch.set_num_threads(threads)
         torch.manual_seed(seed)
-        self.batch_size = batch_size
         self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-        self.model = DiffusionGemmaForBlockDiffusion.from_pretrained(checkpoint)
+        config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+        self.is_sdar = config["architectures"] == ["SDARForCausalLM"]
+        load = load_model if self.is_sdar else DiffusionGemmaForBlockDiffusion.from_pretrained
+        self.model = load(checkpoint)
 
     def answer(self, prompts: list[list[int]]) -> list[Answer]:
-        """Answers in the order of ``prompts`` (token ids)."""
-        by_length = defaultdict(list)
-        for idx, prompt in enumerate(prompts):
-            by_length[len(prompt)].append(idx)
-        answers: dict[int, Answer] = {}
-        for same_length in by_length.values():
-            for start in range(0, len(same_length), self.batch_size):
-                chosen = same_length[start : start + self.batch_size]
-                found = self._generate([prompts[idx] for idx in chosen])
-                answers.update(zip(chosen, found, strict=True))
-        return [answers[idx] for idx in range(len(prompts))]
+        """Answers to ``prompts`` (token ids), one after another: nothing is padded."""
+        return [self._sdar(p) if self.is_sdar else self._diffusion_gemma(p) for p in prompts]
 
-    def _generate(self, prompts: list[list[int]]) -> list[Answer]:
-        import torch
-
-        out = self.model.generate(torch.tensor(prompts), max_new_tokens=MAX_NEW_TOKENS)
-        settings = self.model.generation_config
-        answers = []
-        for row, tokens_per_forward in zip(
-            out.sequences[:, len(prompts[0]) :].tolist(),
-            out.tokens_per_forward.tolist(),
-            strict=True,
-        ):
-            ends = [i for i, token in enumerate(row) if token in settings.eos_token_id]
-            num_tokens = ends[0] + 1 if ends else len(row)
-            # `generate` reports non-padding tokens per pass; turn that back into passes.
-            num_counted = sum(token != settings.pad_token_id for token in row)
-            answers.append(
-                Answer(
-                    self.tokenizer.decode(row[:num_tokens], skip_special_tokens=True),
-                    math.ceil(num_tokens / self.model.config.canvas_length),
-                    round(num_counted / tokens_per_forward),
-                )
-            )
-        return answers
-
-
-class SdarEngine:
-    """SDAR's loop over ``transformers``' Qwen3 in fp32 on this machine."""
-
-    name = "transformers"
-
-    def __init__(self, checkpoint: Path, *, threads: int | None):
-        import torch
-        from tiny_sdar import load_model
-        from transformers import AutoTokenizer
-
-        if threads is not None:
-            torch.set_num_threads(threads)
-        self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-        self.model = load_model(checkpoint)
-
-    def answer(self, prompts: list[list[int]]) -> list[Answer]:
-        """Answers in the order of ``prompts`` (token ids)."""
+    def _sdar(self, prompt: list[int]) -> Answer:
         from tiny_sdar import generate
 
-        found = [generate(self.model, prompt, MAX_NEW_TOKENS) for prompt in prompts]
-        return [
-            Answer(
-                self.tokenizer.decode(one.tokens, skip_special_tokens=True),
-                one.num_blocks,
-                one.num_steps,
-            )
-            for one in found
-        ]
+        found = generate(self.model, prompt, MAX_NEW_TOKENS)
+        text = self.tokenizer.decode(found.tokens, skip_special_tokens=True)
+        return Answer(text, found.num_blocks, found.num_steps)
+
+    def _diffusion_gemma(self, prompt: list[int]) -> Answer:
+        import torch
+
+        out = self.model.generate(torch.tensor([prompt]), max_new_tokens=MAX_NEW_TOKENS)
+        settings = self.model.generation_config
+        tokens = out.sequences[0, len(prompt) :].tolist()
+        # `generate` reports non-padding tokens per pass; turn that back into passes.
+        num_counted = sum(token != settings.pad_token_id for token in tokens)
+        ends = [i + 1 for i, token in enumerate(tokens) if token in settings.eos_token_id]
+        tokens = tokens[: min(ends, default=None)]
+        return Answer(
+            self.tokenizer.decode(tokens, skip_special_tokens=True),
+            math.ceil(len(tokens) / self.model.config.canvas_length),
+            round(num_counted / out.tokens_per_forward[0].item()),
+        )
 
 
 class VllmEngine:
@@ -249,12 +191,6 @@ class VllmEngine:
         return Answer(completion.text, len(steps), sum(steps))
 
 
-def is_sdar(checkpoint: Path) -> bool:
-    """Whether a checkpoint is a masked one, by the architecture's name."""
-    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    return config["architectures"] == ["SDARForCausalLM"]
-
-
 def prompt_token_ids(tokenizer, example: Example) -> list[int]:
     """The chat as the template writes it, up to where the answer begins."""
     return tokenizer.apply_chat_template(
@@ -267,8 +203,8 @@ def prompt_token_ids(tokenizer, example: Example) -> list[int]:
 
 def score(
     engine, tokenizer, family: str, num_prompts: int, seed: int, size: Size | None = None
-) -> Score:
-    """Run one family through one engine."""
+) -> str:
+    """Run one family through one engine; return the line of its score."""
     examples = evaluation_set(family, num_prompts, seed, size)
     start = time.monotonic()
     if family == FILL_FAMILY:
@@ -276,17 +212,16 @@ def score(
     else:
         answers = engine.answer([prompt_token_ids(tokenizer, example) for example in examples])
     seconds = time.monotonic() - start
-    wrong = [
-        (example.answer, answer.text)
-        for example, answer in zip(examples, answers, strict=True)
-        if not is_correct(example, answer.text)
-    ]
-    steps = None
+    num_right = sum(is_correct(e, a.text) for e, a in zip(examples, answers, strict=True))
+    low, high = wilson_interval(num_right, num_prompts)
+    steps = "n/a"
     if all(answer.num_denoise_steps is not None for answer in answers):
         num_canvases = sum(answer.num_canvases for answer in answers)
-        steps = sum(answer.num_denoise_steps or 0 for answer in answers) / num_canvases
-    return Score(
-        family, engine.name, num_prompts, num_prompts - len(wrong), steps, seconds, wrong[:5]
+        num_steps = sum(answer.num_denoise_steps or 0 for answer in answers)
+        steps = f"{num_steps / num_canvases:.2f}"
+    return (
+        f"{family:<8} {engine.name:<12} {num_right / num_prompts:6.1%} "
+        f"[{low:.1%}, {high:.1%}] of {num_prompts}  steps/canvas {steps:>5}  {seconds:.0f} s"
     )
 
 
@@ -349,7 +284,6 @@ def main() -> None:
         help="items in a question, with nothing before it (default: a mix, a fifth with context)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the prompts and of the sampling")
-    parser.add_argument("--batch-size", type=int, default=16, help="transformers only")
     parser.add_argument("--threads", type=int, help="transformers only")
     parser.add_argument(
         "--settings",
@@ -363,8 +297,6 @@ def main() -> None:
     parser.add_argument(
         "--first-step-prompts", type=int, default=60, help="with --compare, about how many"
     )
-    parser.add_argument("--show-wrong", action="store_true")
-    parser.add_argument("--json", type=Path, help="also write the scores here")
     args = parser.parse_args()
     if args.compare:
         compare(args)
@@ -373,31 +305,16 @@ def main() -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
-    scores: list[Score] = []
     for name in ("transformers", "vllm") if args.engine == "both" else (args.engine,):
         if name == "vllm":
             engine = VllmEngine(args.checkpoint, seed=args.seed, settings=args.settings)
-        elif is_sdar(args.checkpoint):
-            engine = SdarEngine(args.checkpoint, threads=args.threads)
         else:
-            engine = TransformersEngine(
-                args.checkpoint, batch_size=args.batch_size, seed=args.seed, threads=args.threads
-            )
+            engine = TransformersEngine(args.checkpoint, seed=args.seed, threads=args.threads)
         for family in args.families:
             if family == FILL_FAMILY and name != "vllm":
                 continue
-            scores.append(score(engine, tokenizer, family, args.num_prompts, args.seed, args.size))
-            print(scores[-1], flush=True)
-            if args.show_wrong:
-                for expected, said in scores[-1].wrong:
-                    print(f"    expected {expected!r}\n    got      {said!r}")
-    if args.engine == "both":
-        print("\nside by side")
-        for family in args.families:
-            for line in (s for s in scores if s.family == family):
-                print(line)
-    if args.json:
-        args.json.write_text(json.dumps([asdict(s) for s in scores], indent=2) + "\n")
+            line = score(engine, tokenizer, family, args.num_prompts, args.seed, args.size)
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

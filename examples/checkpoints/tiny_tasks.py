@@ -358,13 +358,6 @@ def distinct_words(rng: random.Random, num_words: int) -> list[str]:
     return list(words)
 
 
-def long_list(rng: random.Random, num_words: int) -> Example:
-    """A bullet list of so many words, requested as the family ``list`` does; it may be held out."""
-    words = ", ".join(distinct_words(rng, num_words))
-    (wording,) = _BULLET_WORDINGS
-    return Example("list", wording.format(words), _solve_bullets(words))
-
-
 def _num_items(rng: random.Random, size: Size, few: tuple[int, int], many: tuple[int, int]) -> int:
     return 1 if size == "one" else rng.randint(*(few if size == "few" else many))
 

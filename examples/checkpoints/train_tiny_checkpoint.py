@@ -1,39 +1,35 @@
 """Train the shipped tiny DiffusionGemma on the tasks of ``tiny_tasks.py``, on a CPU or a GPU.
 
-    python examples/checkpoints/train_tiny_checkpoint.py --processes 2 --threads 1 --bf16 --minutes
-    75 \\
-        --noise-exponent 0.5 --out tiny_diffusion_gemma
+    python examples/checkpoints/train_tiny_checkpoint.py --bf16 --minutes 75 --noise-exponent 0.5 \\
+        --out tiny_diffusion_gemma
 
-Two processes of one thread are about twice as fast as one of two. Add ``--init CHECKPOINT
---short-part 0`` to train a checkpoint further, and ``--keep 0.25`` to leave it a share in the
-weights. The shipped weights came from several such runs on CPUs, 7,700 steps together, whose
-mixture, batch and step size were changed on the way. What they say of greetings and of the weather
-came later: 1,180 steps of 32 conversations on an H200, where a step took 0.16 s (``--short-part 0
---lr 1.5e-3 --batch-size 32 --canvases-per-row 8 --noise-exponent 0.7``), between runs of 920 and
-1,460 steps of 12 and 16 on one core, the last of them with ``--lr 5e-4``. The families
-``json-asked`` and ``fill`` came last, in 660 steps of 24 and 1,200 of 16 with ``--lr`` 6e-4 to 3e-4
-and ``--keep 0.25``: the old tasks, of which sums had fallen to 95.7 %, are at what they were with
-it, and of the new ones nothing is lost. One run with the settings above has not been tried.
-``--bf16`` is for processors that multiply in bfloat16: on others a step takes ten times as long
-with it.
+Add ``--init CHECKPOINT --short-part 0`` to train a checkpoint further, and ``--keep 0.25`` to leave
+it a share in the weights. The shipped weights came from several such runs on CPUs, 7,700 steps
+together, whose mixture, batch and step size were changed on the way. What they say of greetings and
+of the weather came later: 1,180 steps of 32 conversations on an H200, where a step took 0.16 s
+(``--short-part 0 --lr 1.5e-3 --batch-size 32 --canvases-per-row 8 --noise-exponent 0.7``), between
+runs of 920 and 1,460 steps of 12 and 16 on one core, the last of them with ``--lr 5e-4``. The
+families ``json-asked`` and ``fill`` came last, in 660 steps of 24 and 1,200 of 16 with ``--lr``
+6e-4 to 3e-4 and ``--keep 0.25``: the old tasks, of which sums had fallen to 95.7 %, are at what
+they were with it, and of the new ones nothing is lost. One run with the settings above has not been
+tried. ``--bf16`` is for processors that multiply in bfloat16: on others a step takes ten times as
+long with it.
 
 The objective is uniform-noise block diffusion with self-conditioning: a few response blocks
 (canvases) per conversation, which share its encoder pass; t uniform in (0.001, 1); each canvas
 position replaced by a uniformly random token with probability t; flat mean cross-entropy over the
-whole canvas; for half of the canvases a first pass without gradients supplies self-conditioning
-logits. Added to it, with weight 1, is the encoder's causal cross-entropy on the clean response.
+whole canvas; half of the canvases are given the logits of a first pass without gradients, as
+self-conditioning. Added to it, with weight 1, is the encoder's causal cross-entropy on the clean
+response.
 
-The weights are those of ``transformers``' ``DiffusionGemmaForBlockDiffusion``; the forward pass is
-written out (``TrainingForward``) because the model's own forward builds masks for one prefix
-length per batch, and loops over experts. The start and the end of every run compare it with the
-logits of every step inside ``generate``. ``evaluate.py --checkpoint`` scores what was written.
+Encoder and decoder are those of ``transformers``' ``DiffusionGemmaForBlockDiffusion``, with masks
+for rows of different lengths. ``evaluate.py --checkpoint`` scores what was written.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -46,20 +42,16 @@ from tiny_model import (
     build_tokenizer,
     save_checkpoint,
 )
-from tiny_tasks import Example
 from tiny_training import (
     FAMILY_WEIGHTS,
     Row,
     add_arguments,
+    batches_of,
     begin,
-    launch,
     optimise,
-    row_stream,
-    tokenize,
 )
-from tiny_training_forward import TrainingForward
 from torch import Tensor
-from transformers import DiffusionGemmaForBlockDiffusion
+from transformers import DiffusionGemmaForBlockDiffusion, DynamicCache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The other shipped models have no later families in theirs.
@@ -85,18 +77,8 @@ class Batch:
     canvas_start: Tensor  # [B * R] int64: position of the canvas, the number of tokens before it
     is_given: Tensor  # [B * R, C] bool: what stays as it is, the text after a missing one
 
-    def share(self, rank: int, num_processes: int) -> Batch:
-        """Every ``num_processes``-th row, of the same padded length for every process."""
-        B = len(self.tokens)
-        tensors = (
-            *(self.tokens, self.is_response, self.canvas),
-            *(self.canvas_start, self.is_given),
-        )
-        by_row = (tensor.unflatten(0, (B, -1))[rank::num_processes] for tensor in tensors)
-        return Batch(*(tensor.flatten(0, 1) for tensor in by_row))
 
-
-def make_batch(rows: list[Row], canvases_per_row: int, generator: torch.Generator) -> Batch:
+def make_batch(rows: list[Row], canvases_per_row: int) -> Batch:
     """Pad the rows and choose response blocks of each, uniformly and independently."""
     length = max(len(row.prompt) + len(row.response) for row in rows)
     B, R, C = len(rows), canvases_per_row, CANVAS_LENGTH
@@ -111,8 +93,7 @@ def make_batch(rows: list[Row], canvases_per_row: int, generator: torch.Generato
         is_response[b, len(prompt) : len(ids)] = True
         is_given[b, :, len(response) - num_given : len(response)] = num_given > 0
         num_blocks = math.ceil(len(response) / C)
-        blocks = torch.randint(num_blocks, (R,), generator=generator, device="cpu").tolist()
-        for r, block in enumerate(blocks):
+        for r, block in enumerate(torch.randint(num_blocks, (R,)).tolist()):
             start = len(prompt) + block * C
             clean = ids[start : start + C]
             canvas[b, r, : len(clean)] = clean
@@ -123,31 +104,75 @@ def make_batch(rows: list[Row], canvases_per_row: int, generator: torch.Generato
     )
 
 
-def batches(
-    tokenizer, args: argparse.Namespace, rank: int, seed: int, is_short: Callable[[], bool]
-) -> Iterator[Batch]:
-    """This process's share of an endless stream of batches."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    for rows in row_stream(tokenizer, MIXTURE, args.batch_size, seed, is_short):
-        batch = make_batch(rows, args.canvases_per_row, generator)
-        yield batch.share(rank, args.processes)
+def encode(model: DiffusionGemmaForBlockDiffusion, tokens: Tensor) -> tuple[Tensor, DynamicCache]:
+    """Hidden states [B, L, H] of the causal pass, and keys and values of every position.
+
+    Padding on the right is harmless to what stands before it. The cache has no configuration, so
+    that sliding layers keep what is out of the window of a row's end, but not of its canvases.
+    """
+    out = model.model.encoder(input_ids=tokens, past_key_values=DynamicCache())
+    return out.last_hidden_state, out.past_key_values
+
+
+def decode(
+    model: DiffusionGemmaForBlockDiffusion,
+    canvas: Tensor,
+    canvas_start: Tensor,
+    cache: DynamicCache,
+    seen_before: Tensor | None = None,
+    has_signal: Tensor | None = None,
+) -> Tensor:
+    """One denoising pass: logits [N, C, vocab], fp32.
+
+    Args:
+        model: The model.
+        canvas: [N, C] int64, noisy tokens.
+        canvas_start: [N] int64; canvas n sees the cached keys before ``canvas_start[n]`` (on
+            sliding layers the last ``sliding_window - 1`` of them) and itself.
+        cache: Of N rows.
+        seen_before: [N, C, vocab], the logits of the step before divided by its temperature.
+        has_signal: [N] bool: which canvases are given them.
+    """
+    L, C = cache.get_seq_length(), canvas.shape[1]
+    start, key = canvas_start[:, None], torch.arange(L + C)
+    before, own = key < start, key >= L
+    in_window = key > start - model.config.text_config.sliding_window
+    visible = {"full_attention": before | own, "sliding_attention": before & in_window | own}
+    hidden = model.model.decoder(
+        decoder_input_ids=canvas,
+        past_key_values=cache,
+        self_conditioning_logits=seen_before,
+        self_conditioning_mask=has_signal,
+        decoder_attention_mask={
+            kind: keys[:, None, None].expand(-1, 1, C, -1) for kind, keys in visible.items()
+        },
+        decoder_position_ids=start + torch.arange(C),
+    ).last_hidden_state
+    return logits_of(model, hidden)
+
+
+def logits_of(model: DiffusionGemmaForBlockDiffusion, hidden: Tensor) -> Tensor:
+    """Softcapped logits of hidden states [..., H]."""
+    cap = model.config.text_config.final_logit_softcapping
+    # Rounded logits would blur the confidence that the stopping rule asks for.
+    with torch.autocast("cpu", enabled=False):
+        return torch.tanh(model.lm_head(hidden.float()) / cap) * cap
 
 
 def losses(
-    forward: TrainingForward, batch: Batch, noise_exponent: float = 1.0
+    model: DiffusionGemmaForBlockDiffusion, batch: Batch, noise_exponent: float = 1.0
 ) -> dict[str, Tensor]:
     """Diffusion loss over the canvas and causal loss over the response, in nats per token.
 
     Args:
-        forward: The model.
+        model: The model.
         batch: What to learn.
         noise_exponent: Below 1, more canvases are mostly noise: t is a uniform number to this
             power.
     """
-    forward.prepare()
-    hidden, cache = forward.encode(batch.tokens)
+    hidden, cache = encode(model, batch.tokens)
     causal = F.cross_entropy(
-        forward.logits(hidden[:, :-1][batch.is_response[:, 1:]]),
+        logits_of(model, hidden[:, :-1][batch.is_response[:, 1:]]),
         batch.tokens[:, 1:][batch.is_response[:, 1:]],
     )
 
@@ -156,108 +181,37 @@ def losses(
     noise = torch.randint(VOCAB_SIZE, (num_canvases, C))
     is_noise = (torch.rand(num_canvases, C) < t) & ~batch.is_given
     noisy = torch.where(is_noise, noise, batch.canvas)
-    row = torch.arange(num_canvases) * len(batch.tokens) // num_canvases
-    # One half of the canvases gets a self-conditioning signal.
-    half = num_canvases // 2
-    order = torch.randperm(num_canvases)
-    halves = []
-    for chosen in (order[:half], order[half:]):
-        keys_values = [(k[row[chosen]], v[row[chosen]]) for k, v in cache]
-        halves.append((noisy[chosen], batch.canvas_start[chosen], keys_values))
+    cache.batch_repeat_interleave(num_canvases // len(batch.tokens))
     with torch.no_grad():
-        seen = forward.decode(*halves[0])
+        seen = decode(model, noisy, batch.canvas_start, cache)
     # In `generate` the signal comes from logits divided by the step's temperature.
-    temperature = 0.4 + 0.4 * torch.rand(half, 1, 1)
-    with_signal = forward.decode(*halves[0], seen / temperature)
-    without = forward.decode(*halves[1])
-    logits = torch.cat([with_signal, without])
-    diffusion = F.cross_entropy(logits.flatten(0, 1), batch.canvas[order].flatten())
+    temperature = 0.4 + 0.4 * torch.rand(num_canvases, 1, 1)
+    has_signal = torch.rand(num_canvases) < 0.5
+    logits = decode(model, noisy, batch.canvas_start, cache, seen / temperature, has_signal)
+    diffusion = F.cross_entropy(logits.flatten(0, 1), batch.canvas.flatten())
     return {"diffusion": diffusion, "causal": causal}
 
 
-def check_against_generate(model: DiffusionGemmaForBlockDiffusion, tokenizer) -> float:
-    """Largest difference between ``TrainingForward`` and the logits of every step of ``generate``.
-
-    Runs two prompts of different lengths through ``generate`` for three canvases each, and all
-    their steps again in padded batches.
-
-    Raises:
-        AssertionError: If any logit differs by more than rounding.
-    """
-    forward = TrainingForward(model)
-    steps: list[dict] = []
-    original = model.forward
-
-    def recording(**kwargs):
-        out = original(**kwargs)
-        steps.append(
-            {
-                "canvas": kwargs["decoder_input_ids"][0],
-                "start": int(kwargs["decoder_position_ids"][0, 0]),
-                "signal": kwargs["self_conditioning_logits"],
-                "logits": out.logits[0],
-            }
-        )
-        return out
-
-    rows: list[tuple[Tensor, dict]] = []
-    for question in ("Hi", "Add up: 1+2, 3+4, 5+6, 7+8, 9+10. " * 3):
-        example = Example("sums", question, "")
-        prompt = torch.tensor([tokenize(tokenizer, example)[0]])
-        model.forward = recording
-        steps.clear()
-        try:
-            out = model.generate(
-                prompt, max_new_tokens=3 * CANVAS_LENGTH, max_denoising_steps=3, eos_token_id=None
-            )
-        finally:
-            del model.forward
-        rows += [(out.sequences[0], dict(step)) for step in steps]
-    length = max(len(sequence) for sequence, _ in rows)
-    tokens = torch.stack([F.pad(sequence, (0, length - len(sequence))) for sequence, _ in rows])
-    worst = 0.0
-    with torch.no_grad():
-        _, cache = forward.encode(tokens)
-        for with_signal in (False, True):
-            idx = [i for i, (_, s) in enumerate(rows) if (s["signal"] is not None) == with_signal]
-            logits = forward.decode(
-                torch.stack([rows[i][1]["canvas"] for i in idx]),
-                torch.tensor([rows[i][1]["start"] for i in idx]),
-                [(k[idx], v[idx]) for k, v in cache],
-                torch.cat([rows[i][1]["signal"] for i in idx]) if with_signal else None,
-            )
-            expected = torch.stack([rows[i][1]["logits"] for i in idx])
-            worst = max(worst, (logits - expected).abs().max().item())
-    assert worst < 1e-3, f"training forward differs from generate by {worst:.2e}"
-    return worst
-
-
-def train(rank: int, args: argparse.Namespace) -> None:
-    """Train in one of ``args.processes`` processes, each on its share of the rows of a batch."""
-    begin(rank, args)
+def train(args: argparse.Namespace) -> None:
+    """Train, and write what was found."""
+    begin(args)
     torch.set_default_device(DEVICE)
-    tokenizer = build_tokenizer()
     if args.init is None:
-        model = DiffusionGemmaForBlockDiffusion(build_config())
+        model = DiffusionGemmaForBlockDiffusion(build_config()).eval()
     else:
         model = DiffusionGemmaForBlockDiffusion.from_pretrained(args.init)
     model = model.to(DEVICE)
-    print(f"training forward against generate: {check_against_generate(model, tokenizer):.1e}")
-    forward = TrainingForward(model)
     optimise(
-        rank,
         args,
         model,
-        lambda seed, is_short: batches(tokenizer, args, rank, seed, is_short),
-        lambda batch: losses(forward, batch, args.noise_exponent),
-        lambda: save_checkpoint(model, args.out),
+        batches_of(
+            build_tokenizer(), args, lambda rows: make_batch(rows, args.canvases_per_row), MIXTURE
+        ),
+        lambda batch: losses(model, batch, args.noise_exponent),
+        lambda average: save_checkpoint(average, args.out),
     )
-    if rank != 0:
-        return
     if args.keep:
         keep_share(model, args)
-    model = DiffusionGemmaForBlockDiffusion.from_pretrained(args.out).to(DEVICE)
-    print(f"trained weights against generate: {check_against_generate(model, tokenizer):.1e}")
 
 
 @torch.no_grad()
@@ -288,7 +242,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.keep and args.init is None:
         parser.error("--keep needs --init, whose weights it keeps a share of")
-    launch(train, args)
+    train(args)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """Train the shipped tiny pair, an autoregressive target and its DFlash draft, on a CPU.
 
-    sdar="$(vllm-diffusion checkpoint --family sdar)" python examples/checkpoints/train_tiny_pair.py
-    target --init "$sdar" --minutes 8 --lr 2e-3 --warm-up 40 \
-        --short-part 0.5 --threads 1 --out pair/target
-    python examples/checkpoints/train_tiny_pair.py draft --target pair/target --steps 420 --out
-    pair/draft python examples/checkpoints/train_tiny_pair.py evaluate --target pair/target --draft
-    pair/draft
+    sdar="$(vllm-diffusion checkpoint --family sdar)"
+    python examples/checkpoints/train_tiny_pair.py target --init "$sdar" --minutes 8 --lr 2e-3 \\
+        --warm-up 40 --short-part 0.5 --threads 1 --out pair/target
+    python examples/checkpoints/train_tiny_pair.py draft --target pair/target --out pair/draft
+    vllm-diffusion bench-drafts pair/target --draft pair/draft
 
 The target begins as the tiny SDAR, whose layers are Qwen3's too and know the tasks, and learns to
-say the next token. The draft begins from random weights. Both shipped ones are of these commands.
+say the next token. The draft begins from random weights. Both shipped ones are of these commands,
+at commit a7b25cb.
 
 The draft learns from the target's own greedy answers. A written answer is one up to the first token
 where the target would have gone on otherwise, and is cut there, so that one pass of the target
@@ -29,23 +29,19 @@ import torch.nn.functional as F
 from tiny_model import TOKEN_ID, build_tokenizer, moved_in_when_complete
 from tiny_qwen3 import (
     BLOCK_SIZE,
-    SAMPLING,
     TARGET_LAYER_IDS,
     build_target,
     load_target,
     save_target,
 )
-from tiny_tasks import FAMILIES, Size, evaluation_set, is_correct
 from tiny_training import (
     FAMILY_WEIGHTS,
     Row,
     add_arguments,
+    batches_of,
     begin,
-    launch,
     optimise,
     row_stream,
-    shares_of,
-    tokenize,
 )
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
@@ -58,7 +54,6 @@ from vllm_diffusion.drafting.reference import (
     draft_config,
     load_draft,
     save_draft,
-    spec_generate,
 )
 
 # Behind the end of an answer, so that the whole of a draft's last block has something to agree
@@ -94,19 +89,17 @@ def losses(model: Qwen3ForCausalLM, batch: tuple[Tensor, Tensor]) -> dict[str, T
     return {"next": F.cross_entropy(logits.float(), labels[:, 1:][learnt])}
 
 
-def train_target(rank: int, args: argparse.Namespace) -> None:
-    """Train in one of ``args.processes`` processes, each on its share of the rows of a batch."""
-    begin(rank, args)
-    tokenizer = build_tokenizer()
+def train_target(args: argparse.Namespace) -> None:
+    """Train the target, and write what was found."""
+    begin(args)
     model = build_target() if args.init is None else load_target(args.init)
     model.train()
     optimise(
-        rank,
         args,
         model,
-        shares_of(tokenizer, args, rank, make_batch),
+        batches_of(build_tokenizer(), args, make_batch),
         lambda batch: losses(model, batch),
-        lambda: save_target(model, args.out),
+        lambda average: save_target(average, args.out),
     )
 
 
@@ -191,59 +184,12 @@ def train_draft(args: argparse.Namespace) -> None:
     )
 
 
-def accepted(
-    target: Qwen3ForCausalLM,
-    draft: ReferenceDraft,
-    tokenizer,
-    family: str,
-    num_prompts: int,
-    size: Size | None = None,
-) -> tuple[list[int], int]:
-    """Greedy answers to held-out prompts: what each verification kept, and how many are right."""
-    kept, num_right = [], 0
-    for example in evaluation_set(family, num_prompts, size=size):
-        prompt = tokenize(tokenizer, example).prompt
-        found = spec_generate(
-            target,
-            draft,
-            torch.tensor([prompt]),
-            192,
-            stop_token_ids=SAMPLING["eos_token_id"],
-        )
-        kept += found.accepted
-        num_right += is_correct(example, tokenizer.decode(found.tokens, skip_special_tokens=True))
-    return kept, num_right
-
-
-def evaluate(args: argparse.Namespace) -> None:
-    """Print acceptance by family, and beside it that of a draft with random weights."""
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
-    tokenizer, target = build_tokenizer(), load_target(args.target)
-    for name, draft in (
-        ("trained", load_draft(args.draft)),
-        ("random", new_draft(target, 3).eval()),
-    ):
-        every: list[int] = []
-        for family in FAMILIES:
-            kept, num_right = accepted(
-                target, draft, tokenizer, family, args.num_prompts, args.size
-            )
-            every += kept
-            print(
-                f"{name} draft, {family}: {sum(kept) / len(kept):.2f} of {BLOCK_SIZE - 1} accepted in "
-                f"{len(kept)} verifications, {num_right} of {args.num_prompts} right",
-                flush=True,
-            )
-        print(f"{name} draft: {sum(every) / len(every):.2f} of {BLOCK_SIZE - 1} accepted")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parts = parser.add_subparsers(required=True)
     part = parts.add_parser("target")
     add_arguments(part)
-    part.set_defaults(batch_size=16, minutes=8.0, run=lambda args: launch(train_target, args))
+    part.set_defaults(batch_size=16, minutes=8.0, run=train_target)
     part = parts.add_parser("draft")
     part.add_argument("--target", type=Path, required=True)
     part.add_argument("--init", type=Path, help="draft whose weights to start from")
@@ -252,17 +198,9 @@ def main() -> None:
     part.add_argument("--steps", type=int, default=420)
     part.add_argument("--anchors", type=int, default=16, help="blocks of a sample")
     part.add_argument("--lr", type=float, default=3e-3)
+    part.add_argument("--threads", type=int, default=1)
+    part.add_argument("--seed", type=int, default=0)
     part.set_defaults(run=train_draft)
-    draft_part = part
-    part = parts.add_parser("evaluate")
-    part.add_argument("--target", type=Path, required=True)
-    part.add_argument("--draft", type=Path, required=True)
-    part.add_argument("--num-prompts", type=int, default=20, help="per family")
-    part.add_argument("--size", choices=("one", "few", "many"), help="default: a mix")
-    part.set_defaults(run=evaluate)
-    for each in (draft_part, part):
-        each.add_argument("--threads", type=int, default=1)
-        each.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.run(args)
 

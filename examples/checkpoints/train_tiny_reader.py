@@ -34,7 +34,7 @@ from PIL import Image, ImageDraw
 from safetensors.torch import load_file, save_file
 from tiny_model import TOKEN_ID, build_tokenizer, moved_in_when_complete
 from tiny_qwen3 import ROPE, ROPE_THETA, SIZES, TOKENS
-from tiny_training import add_arguments, begin, launch, optimise
+from tiny_training import add_arguments, begin, optimise
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
@@ -343,32 +343,29 @@ def evaluate(model: Reader, num_pages: int) -> str:
     )
 
 
-def train(rank: int, args: argparse.Namespace) -> None:
-    """Train in one of ``args.processes`` processes, each on its share of the pages of a batch."""
-    begin(rank, args)
+def train(args: argparse.Namespace) -> None:
+    """Train, write what was found, and read pages with it."""
+    begin(args)
     model, prompts = Reader(), Prompts()
     if args.init is not None:
         model.load(args.init)
 
-    def batches(seed: int, is_short: Callable[[], bool]) -> Iterator[Batch]:
-        rng = random.Random(seed * args.processes + rank)
+    def batches(is_short: Callable[[], bool]) -> Iterator[Batch]:
+        rng = random.Random(args.seed)
         while True:
             most = 1 if is_short() else 3
-            num_pages = args.batch_size // args.processes
-            pages = [draw_page(rng, rng.randint(1, most)) for _ in range(num_pages)]
+            pages = [draw_page(rng, rng.randint(1, most)) for _ in range(args.batch_size)]
             yield make_batch(prompts, pages, args.copies)
 
     optimise(
-        rank,
         args,
         model,
         batches,
         lambda batch: losses(model, batch),
-        lambda: model.save(args.out),
+        lambda average: average.save(args.out),
     )
-    if rank == 0:
-        model.load(args.out)
-        print(evaluate(model.eval(), args.num_pages))
+    model.load(args.out)
+    print(evaluate(model.eval(), args.num_pages))
 
 
 def main() -> None:
@@ -377,7 +374,7 @@ def main() -> None:
     parser.add_argument("--copies", type=int, default=2, help="noised copies of each answer")
     parser.add_argument("--num-pages", type=int, default=300, help="held-out pages that are read")
     parser.set_defaults(batch_size=16, minutes=20.0, threads=1, lr=3e-3, short_part=0.15)
-    launch(train, parser.parse_args())
+    train(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -32,14 +32,7 @@ from tiny_sdar import (
     load_model,
     save_checkpoint,
 )
-from tiny_training import (
-    Row,
-    add_arguments,
-    begin,
-    launch,
-    optimise,
-    shares_of,
-)
+from tiny_training import Row, add_arguments, batches_of, begin, optimise
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
@@ -116,21 +109,19 @@ def losses(model: Qwen3ForCausalLM, batch: Batch) -> dict[str, Tensor]:
     return {"diffusion": F.cross_entropy(logits.float(), batch.target)}
 
 
-def train(rank: int, args: argparse.Namespace) -> None:
-    """Train in one of ``args.processes`` processes, each on its share of the rows of a batch."""
-    begin(rank, args)
-    tokenizer = build_tokenizer()
+def train(args: argparse.Namespace) -> None:
+    """Train, and write what was found."""
+    begin(args)
     model = build_model() if args.init is None else load_model(args.init)
     model.train()
     if args.compile:
         model.model.compile(dynamic=True)
     optimise(
-        rank,
         args,
         model,
-        shares_of(tokenizer, args, rank, lambda rows: make_batch(rows, args.copies)),
+        batches_of(build_tokenizer(), args, lambda rows: make_batch(rows, args.copies)),
         lambda batch: losses(model, batch),
-        lambda: save_checkpoint(model, args.out),
+        lambda average: save_checkpoint(average, args.out),
     )
 
 
@@ -144,7 +135,7 @@ def main() -> None:
         "--compile", action="store_true", help="1.4 times as fast; needs a C++ compiler"
     )
     parser.set_defaults(batch_size=16, minutes=38.0)
-    launch(train, parser.parse_args())
+    train(parser.parse_args())
 
 
 if __name__ == "__main__":

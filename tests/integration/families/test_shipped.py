@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.engines.engine import TracedEngine
 from vllm_diffusion.checkpoints import shipped_checkpoint
@@ -77,6 +78,29 @@ def test_tokens_of_the_loop(answers) -> None:
     model = load_model(shipped_checkpoint("sdar"))
     for prompt, completion in list(zip(*answers, strict=True))[::PROMPTS_PER_FAMILY]:
         assert list(completion.token_ids) == generate(model, prompt, MAX_TOKENS).tokens
+
+
+@torch.no_grad()
+def test_passes_of_the_recipe() -> None:
+    """A canvas in a padded batch gets the logits that transformers computes for its row alone."""
+    import train_tiny_checkpoint as recipe
+
+    model = recipe.DiffusionGemmaForBlockDiffusion.from_pretrained(shipped_checkpoint())
+    draw = torch.Generator().manual_seed(0)
+    # Longer than the window of sliding layers, and shorter.
+    starts, has_signal = torch.tensor([70, 9]), torch.tensor([True, False])
+    tokens = torch.randint(60, 300, (2, 80), generator=draw)
+    canvas = torch.randint(60, 300, (2, model.config.canvas_length), generator=draw)
+    signal = torch.randn(*canvas.shape, recipe.VOCAB_SIZE, generator=draw)
+    _, cache = recipe.encode(model, tokens)
+    logits = recipe.decode(model, canvas, starts, cache, signal, has_signal)
+    for row, start in enumerate(starts):
+        alone = model(
+            tokens[row, None, :start],
+            decoder_input_ids=canvas[row, None],
+            self_conditioning_logits=signal[row, None] if has_signal[row] else None,
+        )
+        torch.testing.assert_close(logits[row], alone.logits[0], atol=1e-4, rtol=0)
 
 
 def test_pages_are_read() -> None:
