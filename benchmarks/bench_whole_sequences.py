@@ -1,212 +1,122 @@
-"""Tokens a second of whole sequences: our server and dlmserve's on the same LLaDA, in turns.
+"""Tokens a second and passes of LLaDA's layers, with the publisher's own loop on the same weights.
 
-    VLLM_DIFFUSION_PUBLISHERS=FOLDER python benchmarks/bench_whole_sequences.py --peer-python PATH
+    VLLM_DIFFUSION_PUBLISHERS=FOLDER python benchmarks/bench_whole_sequences.py
+    VLLM_DIFFUSION_PUBLISHERS=FOLDER python benchmarks/bench_whole_sequences.py --peer dlmserve \\
+        --peer-python PATH
 
-FOLDER is that of ``tests/publishers``, PATH a Python with dlmserve 0.1.1, transformers 4.53.3 and
-torch. Both servers have the same random weights and the same core, and are asked over HTTP by the
-same clients; the answers are compared.
+FOLDER is that of ``tests/publishers``. The weights are random, and the answers are compared.
+Requests are alike in length, so that the publisher's batch has no padding. With ``--peer`` two
+servers are asked over HTTP on one core; PATH is a Python with dlmserve 0.1.1, transformers 4.53.3
+and torch.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
-import random
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
-import torch
-from records import ROOT, Rows, parser_of
-from serving import write_tokenizer
+from records import Rows, parser_of
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
 from timing import place
 
-from tests.support.engines.server import MODEL, free_port, start_server, stop_server
-from tests.support.families import makers
-from tests.support.families.model import MASK_ID
-
 SIZES = {
-    "vocab_size": 4096,
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
+    "hidden_size": 1024,
+    "intermediate_size": 2752,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
 }
-NUM_TOKENS = 128
-# What the first request of each kind compiles or allocates is not measured.
-WARM_UP = ((1, 4), (8, 2))
-
-
-@dataclass
-class Side:
-    """A server under one name.
-
-    Attributes:
-        name: Of the side.
-        pid: Leader of its group of processes.
-        client: Asks it.
-        seconds: Of each round.
-        latencies: Of each request.
-    """
-
-    name: str
-    pid: int
-    client: httpx.Client
-    seconds: list[float] = field(default_factory=list)
-    latencies: list[float] = field(default_factory=list)
-
-    def ask(self, number: int, steps: int) -> list[str]:
-        """Return the words of the answer to one of the prompts, of 40 to 117 words."""
-        draw = random.Random(100 + number)
-        asked = [
-            f"w{draw.randrange(5, SIZES['vocab_size'])}" for _ in range(40 + 11 * (number % 8))
-        ]
-        body: dict[str, Any] = {
-            "model": MODEL,
-            "messages": [{"role": "user", "content": " ".join(asked)}],
-            "temperature": 0,
-            "max_tokens": NUM_TOKENS,
-        }
-        if self.name == "ours":
-            arguments = {"block_length": NUM_TOKENS, "max_steps": steps, "strategy": "static"}
-            xargs = {f"diffusion_{name}": value for name, value in arguments.items()}
-            body |= {"ignore_eos": True, "vllm_xargs": xargs}
-        else:
-            body["num_denoising_steps"] = steps
-        began = time.perf_counter()
-        answer = self.client.post("/v1/chat/completions", json=body).raise_for_status().json()
-        self.latencies.append(time.perf_counter() - began)
-        assert answer["usage"]["completion_tokens"] == NUM_TOKENS, answer["usage"]
-        words: list[str] = answer["choices"][0]["message"]["content"].split()
-        return words
-
-    def round(self, clients: int, steps: int) -> list[list[str]]:
-        """Return the answers to as many requests at once, and note how long they took."""
-        with ThreadPoolExecutor(clients) as pool:
-            began = time.perf_counter()
-            answers = [*pool.map(lambda number: self.ask(number, steps), range(clients))]
-            self.seconds.append(time.perf_counter() - began)
-        return answers
-
-
-def save_model(folder: Path) -> Path:
-    """Write a random LLaDA, with one word a token."""
-    model = makers.llada(sharpness=6.0, **SIZES)
-    with torch.no_grad():
-        # No published loop forbids the mask and special tokens: they are never the likeliest.
-        model.body.lm_head.weight[: MASK_ID + 1] = 0
-    model.save(folder)
-    write_tokenizer(folder, SIZES["vocab_size"])
-    (folder / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    )
-    return folder
-
-
-@contextmanager
-def both_sides(folder: Path, peer_python: Path) -> Iterator[tuple[Side, Side]]:
-    """Start both servers on one core, the same for both."""
-    checkpoint = save_model(folder / "model")
-    cores = os.sched_getaffinity(0)
-    # What is started from here on inherits it.
-    os.sched_setaffinity(0, {max(cores)})
-    publishers, port = os.environ["VLLM_DIFFUSION_PUBLISHERS"], free_port()
-    script = ROOT / "benchmarks/dlmserve_on_cpu.py"
-    command = [peer_python, script, checkpoint, publishers, str(port), str(MASK_ID)]
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    peer = subprocess.Popen(
-        [*map(str, command)], env=environment | {"OMP_NUM_THREADS": "1"}, start_new_session=True
-    )
-    try:
-        options = ("--no-enforce-eager", "--kv-cache-memory-bytes", str(2**29))
-        log = folder / "server.log"
-        ours = start_server(checkpoint, log, *options, OMP_NUM_THREADS="1")
-        os.sched_setaffinity(0, cores)
-        try:
-            urls = {
-                "ours": (ours.process.pid, ours.url),
-                "dlmserve": (peer.pid, f"http://127.0.0.1:{port}"),
-            }
-            sides = [
-                Side(name, pid, httpx.Client(base_url=url, timeout=600))
-                for name, (pid, url) in urls.items()
-            ]
-            _await(sides[1].client, peer)
-            yield sides[0], sides[1]
-        finally:
-            os.killpg(ours.process.pid, signal.SIGCONT)
-            stop_server(ours)
-    finally:
-        os.killpg(peer.pid, signal.SIGKILL)
-
-
-def _await(client: httpx.Client, process: subprocess.Popen[bytes]) -> None:
-    while process.poll() is None:
-        try:
-            client.get("/health").raise_for_status()
-            return
-        except httpx.HTTPError:
-            time.sleep(0.5)
-    raise SystemExit("dlmserve did not start; what it printed is above")
-
-
-def in_turns(sides: tuple[Side, Side], clients: int, steps: int) -> int:
-    """Run a round of each side while the other one is stopped; return how many answers are the
-    same.
-    """
-    answers = []
-    for side, other in (sides, sides[::-1]):
-        os.killpg(other.pid, signal.SIGSTOP)
-        os.killpg(side.pid, signal.SIGCONT)
-        answers.append(side.round(clients, steps))
-    return sum(one == other for one, other in zip(*answers, strict=True))
 
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--peer-python", type=Path, required=True, help="dlmserve's Python")
-    parser.add_argument("--clients", nargs="+", type=int, default=[1, 4, 8])
-    parser.add_argument("--steps", nargs="+", type=int, default=[32, 128])
+    parser.add_argument("--requests", nargs="+", type=int, default=[1, 4, 8])
+    parser.add_argument("--prompt-len", type=int, default=128)
+    parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--block-length", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peer", choices=("dlmserve",), help="a server beside ours")
+    parser.add_argument("--peer-python", type=Path, help="its Python")
+    parser.add_argument("--steps", nargs="+", type=int, default=[32, 128], help="with --peer")
     args = parser.parse_args()
-    rows = Rows(args.data)
-    # Whoever ends this run ends the servers too, one of which is stopped.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        both_sides(Path(folder), args.peer_python.absolute()) as sides,
-    ):
-        ours, peer = sides
-        for clients, steps in WARM_UP:
-            in_turns(sides, clients, steps)
-        for steps, clients in itertools.product(args.steps, args.clients):
-            for side in sides:
-                side.seconds, side.latencies = [], []
-            num_equal = sum(in_turns(sides, clients, steps) for _ in range(args.rounds))
-            ratios = [p / o for o, p in zip(ours.seconds, peer.seconds, strict=True)]
-            speeds = [clients * NUM_TOKENS / statistics.median(s.seconds) for s in sides]
+    if args.peer:
+        if not args.peer_python or "VLLM_DIFFUSION_PUBLISHERS" not in os.environ:
+            parser.error(
+                "--peer needs --peer-python, and VLLM_DIFFUSION_PUBLISHERS in the environment"
+            )
+        from served_beside_dlmserve import measure
+
+        cells = [(clients, steps) for steps in args.steps for clients in args.requests]
+        measure(Rows(args.data), cells, args.rounds, args.peer_python.absolute())
+        print(place())
+        return
+
+    import torch
+    from vllm import LLM, SamplingParams
+
+    from tests.publishers.llada import model_and_loop
+    from tests.support.families import makers as tiny
+    from tests.support.families.model import MASK_ID, prompt_of
+
+    toy = tiny.llada(**SIZES)
+    model, generate = model_and_loop(toy)
+    rows, B = Rows(args.data), args.block_length
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=args.output_len,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args={
+            "diffusion_block_length": B,
+            "diffusion_max_steps": B,
+            "diffusion_strategy": "static",
+        },
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        llm = LLM(str(toy.save(Path(folder) / "model")), max_model_len=1024, max_num_seqs=8)
+        for num_requests in args.requests:
+            prompts = [prompt_of(args.prompt_len, seed=i) for i in range(num_requests)]
+
+            def ours(prompts: list[list[int]] = prompts) -> list[list[int]]:
+                asked: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+                outputs = llm.generate(asked, params, use_tqdm=False)
+                return [list(output.outputs[0].token_ids) for output in outputs]
+
+            def published(prompts: list[list[int]] = prompts) -> list[list[int]]:
+                ids = generate(
+                    model,
+                    torch.tensor(prompts),
+                    steps=args.output_len,
+                    gen_length=args.output_len,
+                    block_length=B,
+                    mask_id=MASK_ID,
+                )
+                return [row[args.prompt_len :] for row in ids.tolist()]
+
+            is_equal = ours() == published()
+            seconds: dict[str, list[float]] = {"ours": [], "published": []}
+            for _ in range(args.rounds):
+                for side, run in (("ours", ours), ("published", published)):
+                    began = time.perf_counter()
+                    run()
+                    seconds[side].append(time.perf_counter() - began)
+            ratios = [p / o for o, p in zip(seconds["ours"], seconds["published"], strict=True)]
+            num_tokens = num_requests * args.output_len
             rows.add(
-                "whole sequences beside dlmserve",
-                clients=clients,
-                steps=steps,
-                tokens_a_second=round(speeds[0], 1),
-                dlmserve=round(speeds[1], 1),
+                "whole sequences",
+                requests=num_requests,
+                passes=args.output_len,
+                tokens_a_second=round(num_tokens / statistics.median(seconds["ours"]), 1),
+                published=round(num_tokens / statistics.median(seconds["published"]), 1),
                 ratio=round(statistics.median(ratios), 2),
-                range=f"{min(ratios):.2f} to {max(ratios):.2f}",
-                median_seconds=round(statistics.median(ours.latencies), 2),
-                dlmserve_seconds=round(statistics.median(peer.latencies), 2),
-                equal_answers=f"{num_equal} of {args.rounds * clients}",
+                same_tokens=is_equal,
             )
     print(place())
 
