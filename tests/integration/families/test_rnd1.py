@@ -13,6 +13,7 @@ from tests.support.families import makers as tiny
 from tests.support.families import rnd1, run
 from tests.support.families.model import MASK_ID, TinyModel, prompt_of
 from tests.support.families.run import Run
+from vllm_diffusion.metrics import ANSWER
 
 pytestmark = pytest.mark.engine
 
@@ -153,6 +154,7 @@ def test_a_suffix(engine: TracedEngine, length: int) -> None:
     )
     (output,) = engine.outputs([prompt], [params])
     assert list(output.outputs[0].token_ids) == loop.tokens != free.tokens
+    assert getattr(output.outputs[0], ANSWER).num_suffix == min(len(ids), MAX_LENGTH - length - 25)
 
 
 @pytest.mark.parametrize(
