@@ -40,7 +40,6 @@ def main() -> None:
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 4, 8])
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=64)
-    parser.add_argument("--block-length", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peer", choices=("dlmserve",), help="a server beside ours")
     parser.add_argument("--peer-python", type=Path, help="its Python")
@@ -48,16 +47,18 @@ def main() -> None:
     args = parser.parse_args()
     if args.peer:
         if not args.peer_python or "VLLM_DIFFUSION_PUBLISHERS" not in os.environ:
-            parser.error(
-                "--peer needs --peer-python, and VLLM_DIFFUSION_PUBLISHERS in the environment"
-            )
+            parser.error("--peer needs --peer-python, and VLLM_DIFFUSION_PUBLISHERS to be set")
         from served_beside_dlmserve import measure
 
         cells = [(clients, steps) for steps in args.steps for clients in args.requests]
         measure(Rows(args.data), cells, args.rounds, args.peer_python.absolute())
-        print(place())
-        return
+    else:
+        beside_generate(args)
+    print(place())
 
+
+def beside_generate(args: Any) -> None:
+    """Add a row for each number of requests, ours and the publisher's loop on one batch."""
     import torch
     from vllm import LLM, SamplingParams
 
@@ -67,7 +68,7 @@ def main() -> None:
 
     toy = tiny.llada(**SIZES)
     model, generate = model_and_loop(toy)
-    rows, B = Rows(args.data), args.block_length
+    rows, B = Rows(args.data), 32
     params = SamplingParams(
         temperature=0,
         max_tokens=args.output_len,
@@ -118,7 +119,6 @@ def main() -> None:
                 ratio=round(statistics.median(ratios), 2),
                 same_tokens=is_equal,
             )
-    print(place())
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ class ReportedState(RequestState):
         self._prompt_index = prompt_index
         self._num_canvases = 0
         self._prompt_logprobs: Any = None
-        self._answer = ReportedAnswer(len(arguments.suffix))
+        self._answer = ReportedAnswer(len(arguments.suffix) - arguments.num_closing)
         text = arguments.predicted(self.prompt_token_ids or ())
         if text is not None:
             self._answer.followed = FollowedText(text, is_prompt=arguments.predicts_prompt)

@@ -118,6 +118,7 @@ class RequestArguments(msgspec.Struct, frozen=True, omit_defaults=True):
             every step and in the answer.
         suffix: Token ids of what follows the answer in each step, which is exactly as many tokens
             as ``max_tokens``.
+        num_closing: Tokens at its end that the model puts after every answer.
         prediction: Token ids of a text that the answer is expected to resemble; none for no such
             text.
         predicts_prompt: True if that text is the prompt.
@@ -139,6 +140,7 @@ class RequestArguments(msgspec.Struct, frozen=True, omit_defaults=True):
     seed_canvas: tuple[int, ...] | None = None
     pinned: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
+    num_closing: int = 0
     prediction: tuple[int, ...] = ()
     predicts_prompt: bool = False
     read_only: bool = False

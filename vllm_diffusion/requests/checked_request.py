@@ -68,6 +68,7 @@ class CheckedRequest:
             if spec.room(self.num_prompt) < 1:
                 refuse("prompt", _NO_ROOM.format(self.num_prompt, len(spec.closing), spec.length))
             narrowed["suffix"] = arguments.suffix + spec.closing
+            narrowed["num_closing"] = len(spec.closing)
         if way is not spec.ways[0]:
             # A draft may be narrower than the server's canvases, and one token is one position.
             width = (arguments.canvas_length or way.length) if way.denoises else way.length

@@ -14,6 +14,7 @@ from tests.support.families import run
 from tests.support.families.cases import WITHOUT_STRATEGY, Case, Wanted, expected
 from tests.support.families.model import TinyModel, prompt_of
 from tests.support.families.run import Run
+from vllm_diffusion.metrics import ANSWER
 
 pytestmark = pytest.mark.engine
 
@@ -173,6 +174,7 @@ def test_a_suffix(family: Family, length: int) -> None:
     params = wanted.sampling_params({"diffusion_suffix": suffix})
     (output,) = family.engine.outputs([prompt], [params])
     assert list(output.outputs[0].token_ids) == loop.tokens != family.loop(prompt, wanted).tokens
+    assert getattr(output.outputs[0], ANSWER).num_suffix == min(len(ids), MAX_LENGTH - length - 25)
 
 
 @rnd1
