@@ -15,13 +15,13 @@ from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.integration.test_images import picture
 from tests.integration.test_parity import denoising
 from tests.integration.test_quantized import divergence, perturbed_first_step
 from tests.robustness.serve_options import configure
 from tests.support.doubles.graphs import emulated_capture
 from tests.support.engines.engine import TracedEngine
 from tests.support.engines.generate import run_engine, small_engine
+from tests.support.families.mineru_model import picture
 from tests.support.models.adapters import (
     CONDITIONING,
     DECODER,
@@ -280,7 +280,7 @@ def test_images(tmp_path):
     text = processor.apply_chat_template(
         [{"role": "user", "content": content}], add_generation_prompt=True
     )
-    image, names = picture(1), [*ADAPTERS, None]
+    image, names = picture(96, 96, 1), [*ADAPTERS, None]
     inputs = processor(text=text, images=[image], return_tensors="pt")
     prompt = inputs.pop("input_ids")[0].tolist()
     inputs.pop("attention_mask", None)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.engines.engine import TracedEngine
+from tests.support.models.prompts import chat_prompt
 from vllm_diffusion.checkpoints import shipped_checkpoint
 
 pytestmark = pytest.mark.engine
@@ -147,11 +148,7 @@ def test_ways_of_requests(order: str, default: str) -> None:
         ) as engine:
             (mark,) = engine.scheduler.vllm_config.reasoning_config.natural_reasoning_end_token_ids
             bias = {**eager(engine)["logit_bias"], mark: 80.0}
-            question = engine.llm.get_tokenizer().apply_chat_template(
-                [{"role": "user", "content": "Reverse the word lamp."}],
-                add_generation_prompt=True,
-                return_dict=False,
-            )
+            question = chat_prompt(engine.llm.get_tokenizer(), "Reverse the word lamp.")
             for way in ("entropy_bound", "linear_spec", "autoregressive"):
                 chosen = {"extra_args": {"diffusion_rule": way}}
                 tokens = answer(engine, prompt=question, temperature=0, **chosen)

@@ -11,19 +11,13 @@ import torch
 
 from tests.integration.test_parity import LOGIT_TOLERANCE, denoising
 from tests.support.engines.engine import TracedEngine
+from tests.support.families.mineru_model import picture
 from tests.support.models.checkpoints import SHIPPED, copy_checkpoint, random_checkpoint, randomize
 from tests.support.oracles.oracle import Oracle
 
 pytestmark = pytest.mark.engine
 
 CANVAS = 32
-
-
-def picture(seed: int):
-    from PIL import Image
-
-    pixels = torch.randint(0, 256, (96, 96, 3), generator=torch.Generator().manual_seed(seed))
-    return Image.fromarray(pixels.to(torch.uint8).numpy())
 
 
 @pytest.mark.parametrize("attention", ["reference", pytest.param("triton", marks=pytest.mark.slow)])
@@ -49,7 +43,7 @@ def test_image_prompt(tmp_path, attention):
     try:
         first_logits = []
         for seed in (1, 2):
-            image = picture(seed)
+            image = picture(96, 96, seed)
             with engine.recording() as steps:
                 output = engine.llm.generate(
                     [{"prompt": text, "multi_modal_data": {"image": image}}],
@@ -111,7 +105,7 @@ def test_image_prompt_of_an_autoregressive_model(tmp_path):
     )
     try:
         for seed in (1, 2):
-            image = picture(seed)
+            image = picture(96, 96, seed)
             output = engine.llm.generate(
                 [{"prompt": text, "multi_modal_data": {"image": image}}],
                 SamplingParams(max_tokens=1, prompt_logprobs=0),

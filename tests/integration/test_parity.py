@@ -11,7 +11,7 @@ import torch
 
 from tests.support.engines.engine import StepRecord, TracedEngine
 from tests.support.models.checkpoints import SHIPPED
-from tests.support.models.prompts import prompt_of
+from tests.support.models.prompts import chat_prompt, prompt_of
 from tests.support.oracles.oracle import Oracle, OracleRun
 
 pytestmark = pytest.mark.engine
@@ -149,14 +149,7 @@ def test_trained_checkpoint(tmp_path):
     ] * 2
     oracle = Oracle(SHIPPED)
     with TracedEngine(SHIPPED) as engine:
-        prompts = [
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": question}],
-                add_generation_prompt=True,
-                return_dict=False,
-            )
-            for question in questions
-        ]
+        prompts = [chat_prompt(tokenizer, question) for question in questions]
         seeds = list(range(len(prompts)))
         outputs = engine.generate(prompts, seeds=seeds, max_tokens=4 * CANVAS)
         for prompt, seed, output in zip(prompts, seeds, outputs, strict=True):

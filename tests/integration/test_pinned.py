@@ -10,22 +10,18 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.support.engines.engine import TracedEngine
+from tests.support.models.prompts import chat_prompt
 from tests.support.oracles.frames import EVERY_FIELD, Watched
 
 pytestmark = pytest.mark.engine
 
 CANVAS = 32
-PROMPT = "What is 7+8?"
 
 
 @pytest.fixture(scope="module")
 def prompt(engine: TracedEngine) -> list[int]:
     """Return a chat's prompt."""
-    messages = [{"role": "user", "content": PROMPT}]
-    rendered = engine.llm.get_tokenizer().apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True
-    )
-    return list(rendered["input_ids"] if hasattr(rendered, "keys") else rendered)
+    return chat_prompt(engine.llm.get_tokenizer(), "What is 7+8?")
 
 
 def ids(engine: TracedEngine, text: str) -> list[int]:

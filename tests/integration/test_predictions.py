@@ -15,6 +15,7 @@ from tests.support.families import makers as tiny
 from tests.support.families.llada2_model import llada2, llada2_2
 from tests.support.families.model import MASK_ID, prompt_of
 from tests.support.models.checkpoints import SHIPPED
+from tests.support.models.prompts import chat_prompt
 from vllm_diffusion.canvas.predictions import FollowedText, expected
 from vllm_diffusion.metrics import request_metrics
 
@@ -49,10 +50,7 @@ def params(prediction: Any, **changes: Any) -> SamplingParams:
 
 def asked(engine: TracedEngine, text: str) -> list[int]:
     """Return a chat's prompt as token ids."""
-    prompt = engine.llm.get_tokenizer().apply_chat_template(
-        [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True
-    )
-    return list(prompt["input_ids"] if hasattr(prompt, "keys") else prompt)
+    return chat_prompt(engine.llm.get_tokenizer(), text)
 
 
 def test_canvases_start_from_it(shipped: TracedEngine) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +12,13 @@ from vllm import SamplingParams
 
 from attention_kernels.noise import Purpose, uniform_tokens
 from tests.support.engines.engine import SYNCHRONOUS_OFTEN, TracedEngine
-from tests.support.families import dream, run
 from tests.support.families import makers as tiny
-from tests.support.families.cases import CASES, Wanted, expected
+from tests.support.families.cases import EVERY_CASE, expected
 from tests.support.families.model import MASK_ID, VOCAB_SIZE, TinyModel, prompt_of
 
 pytestmark = pytest.mark.engine
 
 SUFFIXES = ("a", ", then home", " is all that there is to say about it.", ") and more")
-Loop = Callable[[Any, list[int], int, int], list[int]]
 
 
 class Followed:
@@ -39,39 +35,6 @@ class Followed:
         return self._model(whole, torch.ones(len(whole), len(whole), dtype=torch.bool))[: len(ids)]
 
 
-def _llada(
-    model: Any, prompt: list[int], num_tokens: int, seed: int, family: str = "llada"
-) -> list[int]:
-    wanted = Wanted(max_tokens=num_tokens, temperature=(seed % 2) * 0.7, seed=seed)
-    return expected(CASES[family], model, prompt, wanted).tokens
-
-
-def _dream(model: Any, prompt: list[int], num_tokens: int, seed: int) -> list[int]:
-    return dream.generate(
-        run.suppress(model, [MASK_ID]),
-        prompt,
-        max_new_tokens=num_tokens,
-        steps=12,
-        alg="entropy",
-        mask_id=MASK_ID,
-        temperature=(seed % 2) * 0.7,
-        sample=run.keyed_sample(seed),
-        uniform=run.keyed_uniform(seed),
-    ).tokens
-
-
-# A family's model, its loop, and what a request sets to have the loop's own settings.
-WHOLE: dict[str, tuple[Callable[[], TinyModel], Loop, dict[str, Any]]] = {
-    "llada": (tiny.llada, _llada, Wanted().extra_args()),
-    "llada-moe": (
-        tiny.llada_moe,
-        partial(_llada, family="llada-moe"),
-        Wanted().extra_args(),
-    ),
-    "dream": (tiny.dream, _dream, {"diffusion_max_steps": 12}),
-}
-
-
 def params(num_tokens: int, suffix: str, **changes: Any) -> SamplingParams:
     """Return parameters of a request for the middle of a text."""
     extra = {"diffusion_suffix": suffix, **changes.pop("extra_args", {})}
@@ -80,16 +43,14 @@ def params(num_tokens: int, suffix: str, **changes: Any) -> SamplingParams:
 
 
 @pytest.mark.parametrize("is_asynchronous", SYNCHRONOUS_OFTEN)
-@pytest.mark.parametrize("family", WHOLE)
+@pytest.mark.parametrize("family", ["llada", "llada-moe", "dream"])
 def test_whole_sequences(tmp_path: Path, family: str, is_asynchronous: bool) -> None:
     """In a batch the tokens are those of the published loop over a sequence with the suffix."""
-    make, loop, settings = WHOLE[family]
-    model = make()
-    options = {"max_model_len": 192, "max_num_seqs": 8}
+    case = EVERY_CASE[family]
+    model = case.make()
+    options = {"max_model_len": 192, "max_num_seqs": 8} | case.options
     sizes = [(1, 16), (9, 48), (33, 16), (60, 32), (20, 32)]
-    if family in CASES:
-        options |= CASES[family].options
-    else:
+    if family == "dream":
         # Its loop has no blocks.
         sizes[2:4] = [(33, 7), (60, 3)]
     # The second suffix is longer than what the model's length leaves, and is cut to that.
@@ -97,7 +58,7 @@ def test_whole_sequences(tmp_path: Path, family: str, is_asynchronous: bool) -> 
     most = options["max_model_len"] - sum(sizes[1])
     with TracedEngine(model.save(tmp_path), async_scheduling=is_asynchronous, **options) as engine:
         encode = engine.llm.get_tokenizer().encode
-        prompts, asked, wanted = [], [], []
+        prompts, asked, sent, wanted = [], [], [], []
         for i, (length, num_tokens) in enumerate(sizes):
             # The last one has no suffix.
             suffix = suffixes[i] if i < len(suffixes) else ""
@@ -105,24 +66,17 @@ def test_whole_sequences(tmp_path: Path, family: str, is_asynchronous: bool) -> 
             assert (len(ids) > most) == (i == 1)
             ids = ids[:most]
             prompts.append(prompt_of(length, seed=length))
-            asked.append(
-                params(
-                    num_tokens,
-                    suffix,
-                    temperature=(i % 2) * 0.7,
-                    seed=i,
-                    logprobs=i % 3,
-                    extra_args=settings,
-                )
-            )
-            wanted.append(loop(Followed(model, ids), prompts[-1], num_tokens, i))
-        outputs = engine.outputs(prompts, asked)
+            asked.append(case.wanted(max_tokens=num_tokens, temperature=(i % 2) * 0.7, seed=i))
+            sent.append(asked[-1].sampling_params({"diffusion_suffix": suffix}, logprobs=i % 3))
+            followed: Any = Followed(model, ids)
+            wanted.append(expected(case, followed, prompts[-1], asked[-1]).tokens)
+        outputs = engine.outputs(prompts, sent)
     assert [list(output.outputs[0].token_ids) for output in outputs] == wanted
     # Of the answer's tokens, and of none that follow it.
     reported = [output.outputs[0].logprobs for output in outputs]
     assert [[next(iter(each)) for each in rows] for rows in reported] == wanted
     assert all(row.logprob <= 0 for rows in reported for each in rows for row in each.values())
-    free = loop(model, prompts[1], sizes[1][1], 1)
+    free = expected(case, model, prompts[1], asked[1]).tokens
     assert free != wanted[1], "what follows changes nothing"
 
 

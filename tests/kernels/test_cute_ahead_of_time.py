@@ -28,6 +28,7 @@ import pytest
 import torch
 
 from attention_kernels.canvas_attention.cute.launch import CuteKernel, compile_kernel
+from tests.support.counters.triton_compile import told_of
 from tests.support.oracles.kernel_checks import walk_key_tiles
 
 # Shared memory that one block can have, in bytes; the same on both chips.
@@ -145,14 +146,8 @@ def compile_case(capability: int, case: Case) -> dict:
 
 
 def resources(cubin: bytes) -> dict:
-    """Return registers and stack of a compiled kernel, by a tool in Triton's package."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        report = subprocess.check_output([tool, "-res-usage", file.name], text=True)
+    """Return registers and stack of a compiled kernel."""
+    report = told_of("cuobjdump", "-res-usage", cubin=cubin)
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", report).groups()
     return {"registers": int(registers), "stack": int(stack)}
 

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from tests.null_gpu.planted_faults import FAULTS
 from tests.support.engines.generate import run_engine
 from tests.support.models.checkpoints import SHIPPED
+from tests.support.models.prompts import chat_prompt
 from tests.support.null_gpu.processes import NullGpu
 
 pytestmark = pytest.mark.engine
@@ -70,11 +71,7 @@ def test_tokens(computing_gpu, asynchronous):
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
     requests = [
         {
-            "prompt": tokenizer.apply_chat_template(
-                [{"role": "user", "content": question}],
-                add_generation_prompt=True,
-                return_dict=False,
-            ),
+            "prompt": chat_prompt(tokenizer, question),
             "params": params | {"max_tokens": 24, "detokenize": False},
         }
         for question, params in REQUESTS.items()

@@ -99,11 +99,6 @@ def _ends(sent: Mapping[str, Any], choice: Choice, answer: Answer) -> str:
     return _said(STOPPING in choice.ids[:-1], f"{STOPPING} stands in {choice.ids}")
 
 
-def _length(sent: Mapping[str, Any], choice: Choice, answer: Answer) -> str:
-    most = sent["max_tokens"]
-    return _said(len(choice.ids) > most, f"{len(choice.ids)} tokens of at most {most}")
-
-
 def _least(sent: Mapping[str, Any], choice: Choice, answer: Answer) -> str:
     # A stop string is not a token.
     return _said(len(choice.ids) < 3 and "stop" not in sent, f"{len(choice.ids)} tokens")

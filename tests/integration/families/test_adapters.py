@@ -10,52 +10,18 @@ from vllm.lora.request import LoRARequest
 
 from tests.support.engines.engine import TracedEngine
 from tests.support.engines.generate import tokens_of_batch
-from tests.support.families import dream, rnd1
-from tests.support.families import makers as tiny
-from tests.support.families.cases import CASES, IN_TIME, Asked, Case, Wanted, expected
+from tests.support.families.cases import CASES, EVERY_CASE, expected
 from tests.support.families.llada2_model import separate_experts
 from tests.support.families.makers import LLaDA
 from tests.support.families.model import prompt_of
-from tests.support.families.run import Run
 from tests.support.models.adapters import LINEAR, adapt, rename
 
 pytestmark = pytest.mark.engine
 
 
-class InTime(Wanted):
-    """The settings of a request to Dream or CoDA, which have steps for a whole answer."""
-
-    def extra_args(self) -> dict[str, Any]:
-        return {"diffusion_max_steps": 12, "diffusion_alg_temp": 0.0}
-
-
-def _dream(asked: Asked) -> Run:
-    return dream.generate(
-        **asked.common,
-        max_new_tokens=asked.wanted.max_tokens,
-        steps=asked.wanted.extra_args()["diffusion_max_steps"],
-        alg="entropy",
-    )
-
-
-class InEvenSteps(Wanted):
-    """The settings of a request to RND1."""
-
-    def extra_args(self) -> dict[str, Any]:
-        return {"diffusion_max_steps": 12}
-
-
-def _rnd1(asked: Asked) -> Run:
-    steps = asked.wanted.extra_args()["diffusion_max_steps"]
-    padded = {"max_new_tokens": asked.wanted.max_tokens + 1, "pad_id": 0}
-    return rnd1.generate(**asked.common, **padded, num_steps=steps)
-
-
-FAMILIES = CASES | {name: Case(make, _dream) for name, make in IN_TIME.items()}
-FAMILIES["rnd1"] = Case(tiny.rnd1, _rnd1)
 # PEFT's modules of each family's layers, experts among them.
 TARGETS: dict[str, Any] = {
-    **dict.fromkeys(FAMILIES, rf".*\.(self_attn|mlp)\.{LINEAR}"),
+    **dict.fromkeys(EVERY_CASE, rf".*\.(self_attn|mlp)\.{LINEAR}"),
     **dict.fromkeys(
         ("llada2.0", "llada2.1", "llada2.2"),
         r".*\.(query_key_value|dense|gate_proj|up_proj|down_proj)",
@@ -80,7 +46,7 @@ class Adapted:
     """
 
     def __init__(self, name: str, folder: Path) -> None:
-        self._case = FAMILIES[name]
+        self._case = EVERY_CASE[name]
         self.checkpoint = self._case.make().save(folder / "checkpoint")
         self.adapters = {i: folder / str(i) for i in (1, 2)}
         self._models = {0: self._case.make()}
@@ -101,8 +67,7 @@ class Adapted:
                 rename(path, lambda module: module.replace("model.", "encoder.", 1))
             if name == "llada":
                 rename(path, LLaDA.published_name)
-        kind = InTime if name in IN_TIME else InEvenSteps if name == "rnd1" else Wanted
-        wanted = [kind(), kind(temperature=1.0, seed=3)]
+        wanted = [self._case.wanted(), self._case.wanted(temperature=1.0, seed=3)]
         self.work = [
             (i, prompt_of(n, seed=n), one) for i in self._models for n in (5, 33) for one in wanted
         ]
@@ -125,7 +90,7 @@ class Adapted:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EVERY_CASE)
 def test_tokens(name: str, tmp_path: Path) -> None:
     """In one batch, two adapters and the plain model give the loop's tokens, greedy and drawn."""
     adapted = Adapted(name, tmp_path)

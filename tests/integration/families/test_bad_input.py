@@ -199,15 +199,6 @@ def test_causal_weights_of_sdars_architecture(sign: str, tmp_path: Path) -> None
     assert not config.model_config.is_diffusion
 
 
-def test_an_mdlm_by_name(tmp_path: Path) -> None:
-    """An MDLM with the fields of a BD3LM is recognized by its name."""
-    folder = tiny.a2d().save(tmp_path / "Qwen3-0.6B-diffusion-mdlm-v0.1")
-    assert """--hf-overrides '{"architectures": ["A2DQwen3MDLM"]}'""" in refusal(folder)
-    served = configure(folder, hf_overrides={"architectures": ["A2DQwen3MDLM"]}).model_config
-    assert served.diffusion.spec.layout.recomputes
-    assert configure(tiny.a2d().save(tmp_path / "bd3lm")).model_config.is_diffusion
-
-
 def test_no_mask_token_id(tmp_path: Path) -> None:
     """A file that names no mask token is refused with the one that was taken, and served with the
     operator's.

@@ -18,11 +18,9 @@ import pytest
 import torch
 
 from tests.support.engines.engine import TracedEngine
-from tests.support.families import dream, run
-from tests.support.families import makers as tiny
-from tests.support.families.cases import CASES, Case, Wanted, expected
+from tests.support.families.cases import EVERY_CASE, expected
 from tests.support.families.makers import LLaDA
-from tests.support.families.model import MASK_ID, prompt_of
+from tests.support.families.model import prompt_of
 from tests.support.families.published import files_of
 from tests.support.models.checkpoints import copy_checkpoint, randomize
 from tests.support.models.prompts import prompt_of as gemma_prompt_of
@@ -44,12 +42,13 @@ class Sized:
     """A checkpoint at its published width.
 
     Attributes:
-        case: Name in ``CASES``.
+        case: Name in ``EVERY_CASE``.
         file: Its id, and revision.
         lengths: Tokens of prompts.
         num_layers: Of the model; ``None`` for all.
         sizes: Other sizes than those of the file.
         max_tokens: Tokens of answers.
+        steps: Of answers; ``None`` for few passes by a threshold, as each runs the whole loop.
     """
 
     case: str
@@ -58,6 +57,7 @@ class Sized:
     num_layers: int | None = 2
     sizes: tuple[tuple[str, Any], ...] = ()
     max_tokens: int = 24
+    steps: int | None = None
 
 
 # 2,048 rows are a chunk of a prompt on a CPU.
@@ -72,6 +72,7 @@ SIZED = [
     ),
     # Its max_sequence_length is 4,096.
     Sized("llada", ("GSAI-ML/LLaDA-8B-Instruct",), (30, 4064), max_tokens=32),
+    Sized("dream", ("Dream-org/Dream-v0-Instruct-7B",), (30, 1900), steps=6),
     # From its original_max_position_embeddings on queries are scaled: 16,384, for which the loop
     # needs more than 20 GB.
     Sized(
@@ -108,26 +109,23 @@ def published_sizes(file: Sequence[str], num_layers: int | None, **sizes: Any) -
     return taken | sizes | ({} if num_layers is None else {"num_hidden_layers": num_layers})
 
 
-def asked(length: int, max_tokens: int) -> tuple[list[int], Wanted]:
-    """Return a prompt and what its request sets: few passes, since each runs the whole loop."""
-    return prompt_of(length, seed=length), Wanted(max_tokens=max_tokens, threshold=0.02)
-
-
 @pytest.mark.parametrize("sized", SIZED, ids=lambda sized: sized.file[0].split("/")[1])
 def test_published_width(sized: Sized, tmp_path: Path) -> None:
     """Greedy tokens of a model of published width are the published loop's, for prompts on both
     sides of the limits in its file, in one batch.
     """
-    case: Case = CASES[sized.case]
+    case = EVERY_CASE[sized.case]
     sizes = published_sizes(sized.file, sized.num_layers, **dict(sized.sizes))
     model = case.make(sharpness=12.0, **sizes)
     config = getattr(model.body, "config", None)
     if hasattr(config, "_attn_implementation"):
         # Eager attention keeps all weights of a long prompt.
         config._attn_implementation = "sdpa"
-    requests = [asked(length, sized.max_tokens) for length in sized.lengths]
+    few_passes = {"steps": sized.steps} if sized.steps else {"threshold": 0.02}
+    one = case.wanted(max_tokens=sized.max_tokens, **few_passes)
+    prompts = [prompt_of(length, seed=length) for length in sized.lengths]
     with torch.inference_mode():
-        wanted = [expected(case, model, prompt, one).tokens for prompt, one in requests]
+        wanted = [expected(case, model, prompt, one).tokens for prompt in prompts]
     # By another name the path may say another way of training.
     folder = model.save(tmp_path / sized.case)
     del model
@@ -136,51 +134,11 @@ def test_published_width(sized: Sized, tmp_path: Path) -> None:
     room = min(-(-longest // 64) * 64, sizes["max_position_embeddings"])
     options = {"max_model_len": room, "max_num_seqs": 3, "kv_cache_memory_bytes": 2**30}
     with TracedEngine(folder, **options | case.options) as engine:
-        outputs = engine.outputs(
-            [prompt for prompt, _ in requests], [one.sampling_params() for _, one in requests]
-        )
+        outputs = engine.outputs(prompts, one.sampling_params())
     found = [list(output.outputs[0].token_ids) for output in outputs]
     assert found == wanted
     print(f"{sized.file[0]}: {sum(map(len, found))} tokens equal after {list(sized.lengths)}")
     assert len({token for tokens in wanted for token in tokens}) > sum(map(len, wanted)) // 3
-
-
-def test_published_width_of_dream(tmp_path: Path) -> None:
-    """The same of Dream, whose loop has settings of its own."""
-    from vllm import SamplingParams
-
-    file, num_tokens = "Dream-org/Dream-v0-Instruct-7B", 24
-    model = tiny.dream(sharpness=12.0, **published_sizes((file,), 2))
-    model.body.config._attn_implementation = "sdpa"
-    prompts = [prompt_of(length, seed=length) for length in (30, 1900)]
-    own = {"alg": "entropy", "steps": 6}
-    with torch.inference_mode():
-        wanted = [
-            dream.generate(
-                run.suppress(model, [MASK_ID]),
-                prompt,
-                max_new_tokens=num_tokens,
-                mask_id=MASK_ID,
-                **own,
-            ).tokens
-            for prompt in prompts
-        ]
-    folder = model.save(tmp_path)
-    del model
-    gc.collect()
-    arguments = {"diffusion_algorithm": "entropy", "diffusion_max_steps": 6}
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=num_tokens,
-        ignore_eos=True,
-        detokenize=False,
-        extra_args=arguments,
-    )
-    with TracedEngine(folder, max_num_seqs=2, max_model_len=2048) as engine:
-        outputs = engine.outputs(prompts, [params] * 2)
-    found = [list(output.outputs[0].token_ids) for output in outputs]
-    assert found == [tokens[:num_tokens] for tokens in wanted]
-    print(f"{file}: {sum(map(len, found))} tokens equal after [30, 1900]")
 
 
 def test_published_width_of_diffusion_gemma(tmp_path: Path) -> None:

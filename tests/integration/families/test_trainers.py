@@ -6,6 +6,7 @@ Names were read in NeMo AutoModel 0.7.0 and Turbo-dLLM 0.1.6 (wheels) and ZHZisZ
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -73,6 +74,7 @@ def test_fast_dllm(name: str, block_length: int, tmp_path: Path) -> None:
         ("Qwen3-0.6B-diffusion-mdlm-v0.1", True),
         ("Qwen3-0.6B/bd3lm/alpaca/checkpoint-final", False),
         ("mdlm/bd3lm/checkpoint-final", False),
+        ("bd3lm", False),
     ],
 )
 def test_places_of_dllm(place: str, is_refused: bool, tmp_path: Path) -> None:
@@ -80,10 +82,13 @@ def test_places_of_dllm(place: str, is_refused: bool, tmp_path: Path) -> None:
     too.
     """
     folder = tiny.a2d().save(tmp_path / place)
+    overrides = {"architectures": ["A2DQwen3MDLM"]}
     if is_refused:
-        assert '"architectures": ["A2DQwen3MDLM"]' in refusal(folder)
+        assert f"--hf-overrides '{json.dumps(overrides)}'" in refusal(folder)
+        served = configure(folder, hf_overrides=overrides).model_config
+        assert served.diffusion.spec.layout.recomputes
     else:
-        configure(folder)
+        assert configure(folder).model_config.is_diffusion
 
 
 def nemo_adapter(model: TinyModel, folder: Path, ends: tuple[str, ...]) -> Path:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from vllm.lora.request import LoRARequest
 
-from tests.integration.test_images import picture
 from tests.support.engines.engine import TracedEngine
+from tests.support.families.mineru_model import picture
 from tests.support.families.model import prompt_of
 from tests.support.models.adapters import DECODER, ENCODER, EXPERTS, adapt
 from tests.support.models.checkpoints import random_checkpoint
@@ -100,7 +100,7 @@ def test_pictures(tmp_path: Path, rule: str) -> None:
     with TracedEngine(checkpoint, **options(rule, limit_mm_per_prompt=limits)) as engine:
         wanted = params(prompt_logprobs=0 if rule == "autoregressive" else None)
         for seed in (1, 2):
-            image = picture(seed)
+            image = picture(96, 96, seed)
             inputs = processor(text=text, images=[image], return_tensors="pt")
             ids = inputs.pop("input_ids")[0]
             inputs.pop("attention_mask", None)

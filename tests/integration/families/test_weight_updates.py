@@ -14,6 +14,7 @@ from tests.support.engines.engine import TracedEngine
 from tests.support.families.cases import CASES, Wanted, expected
 from tests.support.families.model import prompt_of
 from tests.support.models.checkpoints import SHIPPED
+from tests.support.models.prompts import chat_prompt
 from tests.support.models.quantized import quantized_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -49,12 +50,7 @@ def test_quantised(scheme: str, tmp_path: Path) -> None:
     ]
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
     # Noise it answers with ends of text alone, whatever its weights.
-    prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True
-        )["input_ids"]
-        for question in ("Count from 3 to 12.", "Reverse: amber")
-    ]
+    prompts = [chat_prompt(tokenizer, text) for text in ("Count from 3 to 12.", "Reverse: amber")]
 
     def answers(engine: TracedEngine) -> list[Any]:
         outputs = engine.generate(prompts, seeds=[1, 2], max_tokens=40, ignore_eos=True)

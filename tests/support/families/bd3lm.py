@@ -17,6 +17,7 @@ from tests.support.families.run import (
     Run,
     Sample,
     block_draws,
+    drawn,
     most_confident,
     multinomial,
     probability,
@@ -83,10 +84,7 @@ def generate(
                 break
             run.passes.append(Pass("denoise", start, int(masked.sum())))
             logits = model(x, visible)[start:]
-            if temperature == 0:
-                tokens = logits.argmax(-1)
-            else:
-                tokens = sample(logits / temperature, block_draws(block, step, range(length)))
+            tokens = drawn(logits, temperature, sample, block_draws(block, step, range(length)))
             p = probability(logits.double(), tokens)
             reveal = most_confident(p, masked, number if threshold is None else 1)
             if threshold is not None:

@@ -1,4 +1,7 @@
-"""Every masked family, as the parity tests use it. A new one is a line in ``CASES``."""
+"""Every masked family, as the parity tests use it.
+
+A new one is a line in ``CASES``, or in ``WITHOUT_STRATEGY`` if its requests have no strategy.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,14 @@ from torch import Tensor
 
 from tests.support.families import (
     bd3lm,
+    dream,
     dream_reasoner,
     fast_dllm,
     llada,
     llada2,
     mineru,
     nemotron,
+    rnd1,
     run,
     sdar,
     stable_diffcoder,
@@ -48,8 +53,10 @@ class Wanted:
 
     Attributes:
         max_tokens: Tokens.
-        threshold: ``diffusion_reveal_threshold``.
-        strategy: ``diffusion_strategy``.
+        threshold: ``diffusion_reveal_threshold``; ``None`` for a family without strategies.
+        strategy: ``diffusion_strategy``; ``None`` for a family without strategies.
+        algorithm: ``diffusion_algorithm``, of Dream and CoDA; ``None`` for their own.
+        alg_temp: ``diffusion_alg_temp``, of Dream and CoDA; ``None`` for their own.
         entropy_budget: ``diffusion_entropy_budget``; ``None`` for the rule's own.
         steps: ``diffusion_max_steps``; ``None`` for the family's own number.
         editing_threshold: ``diffusion_editing_threshold``, of LLaDA2.1 and 2.2.
@@ -61,8 +68,10 @@ class Wanted:
     """
 
     max_tokens: int = 20
-    threshold: float = 0.3
-    strategy: str = "dynamic"
+    threshold: float | None = 0.3
+    strategy: str | None = "dynamic"
+    algorithm: str | None = None
+    alg_temp: float | None = None
     entropy_budget: float | None = None
     steps: int | None = None
     editing_threshold: float | None = None
@@ -77,6 +86,8 @@ class Wanted:
         named = {
             "diffusion_reveal_threshold": self.threshold,
             "diffusion_strategy": self.strategy,
+            "diffusion_algorithm": self.algorithm,
+            "diffusion_alg_temp": self.alg_temp,
             "diffusion_entropy_budget": self.entropy_budget,
             "diffusion_max_steps": self.steps,
             "diffusion_editing_threshold": self.editing_threshold,
@@ -154,17 +165,17 @@ class Asked:
 
     @property
     def filtered(self) -> dict[str, Any]:
-        """``common``, and those of SDAR's and LLaDA2's."""
-        return self.common | {
-            "top_k": self.wanted.top_k,
-            "top_p": self.wanted.top_p,
-            "block_length": self.block_length,
-        }
+        """``common``, and the filters."""
+        return self.common | {"top_k": self.wanted.top_k, "top_p": self.wanted.top_p}
 
     @property
     def llada2(self) -> dict[str, Any]:
         """``filtered``, and those of all of LLaDA2's."""
-        return self.filtered | {"threshold": self.wanted.threshold, "gen_length": self.whole_blocks}
+        return self.filtered | {
+            "block_length": self.block_length,
+            "threshold": self.wanted.threshold,
+            "gen_length": self.whole_blocks,
+        }
 
 
 Loop = Callable[[Asked], Run]
@@ -184,6 +195,7 @@ class Case:
         filters: Of top-k and top-p those that its loop knows.
         stepped: Strategies that its loop has with fewer steps than positions.
         options: Of the engine.
+        wanted: What a request sets.
     """
 
     make: Callable[..., TinyModel]
@@ -192,6 +204,7 @@ class Case:
     filters: tuple[str, ...] = ("top_k", "top_p")
     stepped: tuple[str, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
+    wanted: Callable[..., Wanted] = Wanted
 
     @property
     def words(self) -> list[str]:
@@ -207,6 +220,7 @@ def _sdar(asked: Asked, generate: Callable[..., Run] = sdar.generate) -> Run:
     wanted = asked.wanted
     return generate(
         **asked.filtered,
+        block_length=asked.block_length,
         gen_length=wanted.max_tokens,
         denoising_steps=wanted.steps or asked.block_length,
         remasking_strategy=STRATEGIES[wanted.strategy],
@@ -321,6 +335,7 @@ def _mineru(asked: Asked) -> Run:
     wanted = asked.wanted
     return mineru.generate(
         **asked.filtered,
+        block_length=asked.block_length,
         gen_length=wanted.max_tokens,
         denoising_steps=wanted.steps or asked.block_length,
         remasking_strategy=STRATEGIES[wanted.strategy],
@@ -350,10 +365,38 @@ def _mdlm(asked: Asked, is_shifted: bool = False) -> Run:
     )
 
 
+def _dream(asked: Asked, steps: int = 512, alg_temp: float = 0.0) -> Run:
+    wanted = asked.wanted
+    return dream.generate(
+        **asked.filtered,
+        max_new_tokens=wanted.max_tokens,
+        steps=wanted.steps or steps,
+        alg=wanted.algorithm or "entropy",
+        alg_temp=alg_temp if wanted.alg_temp is None else wanted.alg_temp,
+        uniform=run.keyed_uniform(wanted.seed),
+    )
+
+
+def _rnd1(asked: Asked, max_length: int = 192, **changes: Any) -> Run:
+    # The padding token after an answer is one of the loop's, and none of the request's.
+    most = min(asked.wanted.max_tokens + 1, max_length - len(asked.prompt))
+    arguments = asked.filtered | {"max_new_tokens": most, "pad_id": 0}
+    return rnd1.generate(**arguments | changes, num_steps=asked.wanted.steps or 256)
+
+
 # A block's length is not part of these checkpoints; as many steps are the default.
 _IN_BLOCKS: dict[str, Any] = {
     "additional_config": {"diffusion": {"block_length": 16, "max_denoising_steps": 16}}
 }
+
+
+_whole = partial(
+    Case,
+    strategies=("dynamic", "static", "random"),
+    filters=(),
+    stepped=("static", "random"),
+    options=_IN_BLOCKS,
+)
 
 
 # A2D's MDLM, whose folder is a BD3LM's, by its architecture and rule.
@@ -367,26 +410,15 @@ def mdlm_case(make: Callable[..., TinyModel], architecture: str, *, is_shifted: 
     """
     own: dict[str, Any] = {"block_length": 16, "max_denoising_steps": 16}
     own |= {"rule": "shifted_reveal_in_blocks"} if is_shifted else {}
-    return Case(
+    return _whole(
         partial(make, block_length=16),
         partial(_mdlm, is_shifted=is_shifted),
-        ("dynamic", "static", "random"),
-        filters=(),
-        stepped=("static", "random"),
         options={
             "additional_config": {"diffusion": own},
             "hf_overrides": {"architectures": [architecture]},
         },
     )
 
-
-_whole = partial(
-    Case,
-    strategies=("dynamic", "static", "random"),
-    filters=(),
-    stepped=("static", "random"),
-    options=_IN_BLOCKS,
-)
 
 # LLaDA2.1's rule has to be asked for where the folder is named otherwise.
 _EDITING: dict[str, Any] = {"additional_config": {"diffusion": {"rule": "reveal_and_edit"}}}
@@ -423,23 +455,27 @@ CASES: dict[str, Case] = {
 LAYOUTS = ("sdar", "sdar-block-32", "llada2.1", "llada2.2", "nemotron", "fast-dllm")
 
 
-# Families that reveal by a schedule in time, and those whose requests have no strategy.
-IN_TIME = {"dream": tiny.dream, "coda": tiny.coda}
-WITHOUT_STRATEGY = IN_TIME | {"rnd1": tiny.rnd1}
+_free = partial(Case, wanted=partial(Wanted, strategy=None, threshold=None))
+
+# Families whose requests have no strategy: they reveal by a schedule in time, or in even steps.
+WITHOUT_STRATEGY: dict[str, Case] = {
+    "dream": _free(tiny.dream, _dream),
+    "coda": _free(tiny.coda, partial(_dream, steps=128, alg_temp=0.1)),
+    "rnd1": _free(tiny.rnd1, _rnd1),
+}
+EVERY_CASE = CASES | WITHOUT_STRATEGY
 
 
 def checkpoint_of(family: str, folder: Path) -> tuple[Path, dict[str, Any]]:
     """A checkpoint, and the options of an engine that it needs.
 
     Args:
-        family: Of :data:`CASES` or :data:`WITHOUT_STRATEGY`; any other name is DiffusionGemma's,
-            whose canvases take few steps: what is kept of one is what it was denoised on.
+        family: Of :data:`EVERY_CASE`; any other name is DiffusionGemma's, whose canvases take few
+            steps: what is kept of one is what it was denoised on.
         folder: For the checkpoint.
     """
-    if family in CASES:
-        return CASES[family].make().save(folder), dict(CASES[family].options)
-    if family in WITHOUT_STRATEGY:
-        return WITHOUT_STRATEGY[family]().save(folder), {}
+    if family in EVERY_CASE:
+        return EVERY_CASE[family].make().save(folder), dict(EVERY_CASE[family].options)
     return random_checkpoint(folder, generation_config={"max_denoising_steps": 6}), {}
 
 

@@ -18,6 +18,7 @@ from tests.support.families.run import (
     Sample,
     Uniform,
     block_draws,
+    draw,
     filtered,
     most_confident,
     multinomial,
@@ -70,10 +71,8 @@ def generate(
         run.passes.append(Pass("denoise", start, num_masks))
         logits = model(x, everything)[answer - 1]
         kept = filtered(logits / (temperature or 1.0), top_k, top_p)
-        if temperature == 0:
-            tokens = kept.argmax(-1)
-        else:
-            tokens = sample(kept, block_draws(0, count, answer.tolist()))
+        draws = block_draws(0, count, answer.tolist())
+        tokens, _ = draw(logits, temperature, top_k, top_p, sample, draws)
         confidence = probability(kept, tokens)
         if alg == "origin":
             chosen = masked & ((uniform(0, count, answer) < share) | torch.tensor(is_last))

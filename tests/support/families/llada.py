@@ -20,6 +20,7 @@ from tests.support.families.run import (
     Sample,
     Uniform,
     block_draws,
+    drawn,
     even_schedule,
     most_confident,
     multinomial,
@@ -102,11 +103,8 @@ def generate(
                 logits[at, token] += end_think_logit_boost * progress**end_think_boost_power
             if logits_eos_inf:
                 logits[:, eos_id] = -torch.inf
-            if temperature == 0:
-                tokens = logits.argmax(-1)
-            else:
-                at = range(first, last)
-                tokens = sample(logits / temperature, block_draws(block, step, at))
+            draws = block_draws(block, step, range(first, last))
+            tokens = drawn(logits, temperature, sample, draws)
             if confidence_eos_eot_inf:
                 logits[:, [eot_id] if temperature else [eos_id, eot_id]] = -torch.inf
             p = probability(logits.double(), tokens)
@@ -156,7 +154,7 @@ def var_generate(
         def of_block(canvas: int, step: int, positions: Tensor, block: int = block) -> Tensor:
             return uniform(block, step, positions)
 
-        def drawn(logits: Tensor, draws: Draws, block: int = block) -> Tensor:
+        def sample_of_block(logits: Tensor, draws: Draws, block: int = block) -> Tensor:
             return sample(logits, draws._replace(canvas=torch.full_like(draws.canvas, block)))
 
         part = generate(
@@ -166,7 +164,7 @@ def var_generate(
             gen_length=min(block_length, gen_length - block * block_length),
             block_length=block_length,
             uniform=of_block,
-            sample=drawn,
+            sample=sample_of_block,
             end_think_context_start=len(prompt_ids),
             end_think_total_gen_length=gen_length,
             **settings,

@@ -63,9 +63,7 @@ def generate_2_0(
     """
     steps = min(steps, gen_length)
     prompt_length = len(prompt_ids)
-    num_blocks = -(-(prompt_length + gen_length) // block_length)
-    length = num_blocks * block_length
-    run, x, revealed, first_block = begin(prompt_ids, length, block_length, mask_id)
+    run, x, revealed, first_block, num_blocks = begin(prompt_ids, gen_length, block_length, mask_id)
     schedule = even_schedule(block_length, steps)
     end = prompt_length
     for block in range(first_block, num_blocks):
@@ -126,9 +124,7 @@ def generate_2_1(
     equally confident positions the leftmost is taken first.
     """
     prompt_length = len(prompt_ids)
-    num_blocks = -(-(prompt_length + gen_length) // block_length)
-    length = num_blocks * block_length
-    run, x, revealed, first_block = begin(prompt_ids, length, block_length, mask_id)
+    run, x, revealed, first_block, num_blocks = begin(prompt_ids, gen_length, block_length, mask_id)
     end = prompt_length
     for block in range(first_block, num_blocks):
         start, end = block * block_length, (block + 1) * block_length
@@ -267,9 +263,7 @@ def generate_2_2(
         "split_token_id": split_token_id,
     }
     prompt_length = len(prompt_ids)
-    num_blocks = -(-(prompt_length + gen_length) // block_length)
-    length = num_blocks * block_length
-    run, x, revealed, first_block = begin(prompt_ids, length, block_length, mask_id)
+    run, x, revealed, first_block, num_blocks = begin(prompt_ids, gen_length, block_length, mask_id)
     end = prompt_length
     for block in range(first_block, num_blocks):
         start, end = block * block_length, (block + 1) * block_length

@@ -23,6 +23,7 @@ from tests.support.families.run import (
     causal,
     causal_then_block,
     cut,
+    drawn,
     even_schedule,
     most_confident,
     multinomial,
@@ -45,9 +46,7 @@ def _next_tokens(logits: Tensor, first: int, temperature: float, sample: Sample)
     """Tokens for positions ``first``, ``first + 1``, ... from the logits of the positions
     before.
     """
-    if temperature == 0:
-        return logits.argmax(-1)
-    return sample(logits / temperature, token_draws(range(first, first + len(logits))))
+    return drawn(logits, temperature, sample, token_draws(range(first, first + len(logits))))
 
 
 @torch.no_grad()
@@ -90,11 +89,8 @@ def generate(
     logits = model(x, causal(len(x)))
     for canvas in range(max_new_tokens // block_length):
         start = len(x)
-        if temperature == 0:
-            seed = logits[-1:].argmax(-1)
-        else:
-            # Drawn before the first step, and at no position of the block.
-            seed = sample(logits[-1:] / temperature, block_draws(canvas, 0, [block_length]))
+        # Drawn before the first step, and at no position of the block.
+        seed = drawn(logits[-1:], temperature, sample, block_draws(canvas, 0, [block_length]))
         block = torch.cat([seed, torch.full((block_length - 1,), mask_id)])
         revealed = torch.full_like(block, -1)
         schedule = even_schedule(int((block == mask_id).sum()), block_length)
@@ -105,11 +101,8 @@ def generate(
                 break
             run.passes.append(Pass("denoise", start, int(masked.sum())))
             logits = model(torch.cat([x, block]), visible)[start:]
-            if temperature == 0:
-                tokens = logits.argmax(-1)
-            else:
-                draws = block_draws(canvas, step, range(block_length))
-                tokens = sample(logits / temperature, draws)
+            draws = block_draws(canvas, step, range(block_length))
+            tokens = drawn(logits, temperature, sample, draws)
             p = probability(logits, tokens)
             if threshold is None:
                 reveal = most_confident(p, masked, schedule[step])
@@ -203,11 +196,8 @@ def linear_spec_generate(
         masked = block == mask_token_id
         run.passes.append(Pass("draft", start, int(masked.sum())))
         logits = model(torch.cat([x, block]), visible, adapted=adapted)[start:]
-        if temperature > 0:
-            draws = block_draws(canvas, 0, range(block_length))
-            drafted = draft_sample(logits / temperature, draws)
-        else:
-            drafted = logits.argmax(-1)
+        draws = block_draws(canvas, 0, range(block_length))
+        drafted = drawn(logits, temperature, draft_sample, draws)
         block[masked] = drafted[masked]
         run.passes.append(Pass("verify", start, int((block == mask_token_id).sum())))
         longer = torch.cat([x, block])

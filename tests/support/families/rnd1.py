@@ -16,6 +16,7 @@ from tests.support.families.run import (
     Run,
     Sample,
     block_draws,
+    draw,
     filtered,
     most_confident,
     multinomial,
@@ -61,10 +62,8 @@ def generate(
         run.passes.append(Pass("denoise", start, int(masked.sum())))
         logits = model(x, everything)[answer - 1]
         kept = filtered(logits / max(temperature, 1e-8), top_k, top_p)
-        if temperature == 0:
-            tokens = kept.argmax(-1)
-        else:
-            tokens = sample(kept, block_draws(0, count, answer.tolist()))
+        draws = block_draws(0, count, answer.tolist())
+        tokens, _ = draw(logits, temperature, top_k, top_p, sample, draws)
         entropy = torch.special.entr(kept.softmax(-1)).sum(-1)
         chosen = most_confident(-entropy, masked, number)
         x[answer] = torch.where(chosen, tokens, x[answer])

@@ -63,20 +63,21 @@ class Run:
 
 
 def begin(
-    prompt_ids: Sequence[int], length: int, block_length: int, mask_id: int
-) -> tuple[Run, Tensor, Tensor, int]:
+    prompt_ids: Sequence[int], gen_length: int, block_length: int, mask_id: int
+) -> tuple[Run, Tensor, Tensor, int, int]:
     """What a loop over blocks from position 0 begins with; the prompt's whole blocks are cached.
 
     Returns:
-        Its record, the sequence of ``length`` with masks after the prompt, per position the step
-        that wrote it (none yet), and the first block that is generated.
+        Its record, the sequence in whole blocks with masks after the prompt, per position the step
+        that wrote it (none yet), the first block that is generated, and the number of all blocks.
     """
     run, first_block = Run(), len(prompt_ids) // block_length
+    num_blocks = -(-(len(prompt_ids) + gen_length) // block_length)
     if first_block:
         run.passes.append(Pass("prefill", 0, 0))
-    x = torch.full((length,), mask_id)
+    x = torch.full((num_blocks * block_length,), mask_id)
     x[: len(prompt_ids)] = torch.tensor(prompt_ids, dtype=torch.long)
-    return run, x, torch.full_like(x, -1), first_block
+    return run, x, torch.full_like(x, -1), first_block, num_blocks
 
 
 class Draws(NamedTuple):
@@ -165,6 +166,11 @@ def filtered(logits: Tensor, top_k: int, top_p: float) -> Tensor:
         removed = torch.empty_like(behind).scatter(-1, order, behind)
         logits = logits.masked_fill(removed, float("-inf"))
     return logits
+
+
+def drawn(logits: Tensor, temperature: float, sample: Sample, draws: Draws) -> Tensor:
+    """Tokens [rows]: the most likely ones at temperature 0, else draws at the temperature."""
+    return logits.argmax(-1) if temperature == 0 else sample(logits / temperature, draws)
 
 
 def draw(

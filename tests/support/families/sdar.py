@@ -74,9 +74,7 @@ def generate(
         ValueError: If masks are left.
     """
     prompt_length = len(prompt_ids)
-    num_blocks = -(-(prompt_length + gen_length) // block_length)
-    length = num_blocks * block_length
-    run, x, revealed, first_block = begin(prompt_ids, length, block_length, mask_id)
+    run, x, revealed, first_block, num_blocks = begin(prompt_ids, gen_length, block_length, mask_id)
     schedule = even_schedule(block_length, denoising_steps)
     end = first_block * block_length
     for block in range(first_block, num_blocks):

@@ -19,6 +19,7 @@ from tests.support.families.run import (
     begin,
     block_causal,
     block_draws,
+    drawn,
     even_schedule,
     most_confident,
     multinomial,
@@ -72,7 +73,7 @@ def generate_block(
     steps_per_block = steps // (gen_length // block_length)
     prompt_length = len(prompt_ids)
     total = prompt_length + gen_length
-    run, x, revealed, first_block = begin(prompt_ids, total, block_length, mask_id)
+    run, x, revealed, first_block, _ = begin(prompt_ids, gen_length, block_length, mask_id)
     end = prompt_length
     for canvas, start in enumerate(range(first_block * block_length, total, block_length)):
         end = min(start + block_length, total)
@@ -87,10 +88,8 @@ def generate_block(
                 break
             run.passes.append(Pass("denoise", start, int(masked.sum())))
             logits = model(x[:end], visible)[start:end]
-            if temperature == 0:
-                tokens = logits.argmax(-1)
-            else:
-                tokens = sample(logits / temperature, block_draws(canvas, step, range(end - start)))
+            draws = block_draws(canvas, step, range(end - start))
+            tokens = drawn(logits, temperature, sample, draws)
             p = probability(logits.double(), tokens)
             if threshold is None:
                 reveal = most_confident(p, masked, count)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -14,3 +16,12 @@ def random_prompt(length: int, seed: int) -> list[int]:
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     """Return a random prompt of its own for each length and seed."""
     return random_prompt(length, 1000 * seed + length)
+
+
+def chat_prompt(tokenizer: Any, text: str) -> list[int]:
+    """Return the prompt of a chat with one message of a user."""
+    messages = [{"role": "user", "content": text}]
+    prompt: list[int] = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
+    return prompt

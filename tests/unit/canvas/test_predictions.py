@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm import SamplingParams
 
 from tests.support.models.specs import diffusion_gemma_spec
 from vllm_diffusion.canvas.predictions import (
@@ -99,16 +100,8 @@ def test_slots() -> None:
 
     def add(slot: int, *, generated: int = 0, brings: bool = True) -> None:
         arguments = RequestArguments(prediction=text) if brings else RequestArguments()
-        params = SimpleNamespace(
-            seed=slot,
-            extra_args={"vllm_diffusion": arguments},
-            stop_token_ids=(),
-            eos_token_id=None,
-            structured_outputs=None,
-            bad_words_token_ids=None,
-            thinking_token_budget=None,
-            max_tokens=64,
-        )
+        own = {"vllm_diffusion": arguments}
+        params = SamplingParams(seed=slot, max_tokens=64, extra_args=own)
         known = [*prompt, *text[:generated]]
         new = SimpleNamespace(sampling_params=params, prompt_len=5, prefill_token_ids=known)
         slots.add_request(slot, NewRequest.of(new, slots.spec))

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm import SamplingParams
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
 from tests.support.engines.admission import refused
 from vllm_diffusion.requests.bounds import (
@@ -199,8 +200,6 @@ def _nested(levels: int) -> Any:
 )
 def test_fields_that_cannot_be_sent(fields, name, words):
     """Values that cannot be sent to the engine are refused by their field, wherever they are."""
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}], **fields}
     request = ChatCompletionRequest.model_construct(**body)
     with refused(name, words):
@@ -209,8 +208,6 @@ def test_fields_that_cannot_be_sent(fields, name, words):
 
 def test_fields_that_can_be_sent():
     """A body with emoji, 64-bit integers and nested objects is accepted."""
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
     check_fields(
         ChatCompletionRequest(
             model="m",

@@ -12,12 +12,13 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.fixture
-def logger() -> logging.Logger:
+def logger(caplog: pytest.LogCaptureFixture) -> logging.Logger:
     """Return a logger like vLLM's, without anyone else's filter."""
     from vllm_diffusion.requests.refusals import OneLineRefusals
 
     made = logging.Logger("refusals")
     made.addFilter(OneLineRefusals())
+    made.addHandler(caplog.handler)
     return made
 
 
@@ -39,7 +40,6 @@ def test_one_line_for_many_refusals(
 
     seconds = 100.0
     monkeypatch.setattr(refusals.time, "monotonic", lambda: seconds)
-    logger.addHandler(caplog.handler)
     for i in range(50):
         log_error(logger, VLLMValidationError(f"no field {i}\nERROR forged {'x' * 5000}"))
     seconds += refusals.SECONDS_A_LINE
@@ -56,7 +56,6 @@ def test_other_errors_keep_their_trace(
     logger: logging.Logger, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An error that no client caused is logged with its trace each time."""
-    logger.addHandler(caplog.handler)
     for _ in range(3):
         log_error(logger, KeyError("26"))
     assert len(caplog.records) == 3

@@ -66,22 +66,21 @@ def test_logprobs_that_no_memory_holds(logprobs: int, num_slots: int, most: int)
     assert num_slots * 256 * (1 + most) * 12 <= exclusions.MOST_LOGPROBS_BYTES
 
 
+def process(processor: Processor, ids: list[int], params: SamplingParams, **more: Any) -> Any:
+    """Return the request of the engine for a prompt of these ids."""
+    prompt: Any = {"type": "token", "prompt_token_ids": ids, **more}
+    return processor.process_inputs("request", prompt, params, ("generate",))
+
+
 @pytest.mark.parametrize("autoregressive", [False, True])
 def test_tokens_that_only_the_tokenizer_has(autoregressive: bool) -> None:
     """A prompt token beyond the model's vocabulary is refused instead of ending the engine."""
     config = vllm_config(max_model_len=64)
     replan(config, spec=None if autoregressive else diffusion_gemma_spec(4))
     most = config.model_config.get_vocab_size()
-    for token, is_refused in ((most - 1, False), (most, True)):
-        prompt: Any = {"type": "token", "prompt_token_ids": [1, token]}
-        request = ("request", prompt, SamplingParams(), ("generate",))
-        if is_refused:
-            with pytest.raises(
-                VLLMValidationError, match=f"id {most}.*vocabulary of {most} tokens"
-            ):
-                Processor(config).process_inputs(*request)
-        else:
-            Processor(config).process_inputs(*request)
+    process(Processor(config), [1, most - 1], SamplingParams())
+    with pytest.raises(VLLMValidationError, match=f"id {most}.*vocabulary of {most} tokens"):
+        process(Processor(config), [1, most], SamplingParams())
 
 
 def processor_of(encode: Any, max_chars_per_token: int = 1) -> Processor:
@@ -151,16 +150,15 @@ def test_a_suffix_is_cut_at_its_far_end(max_tokens: int, num_sent: int, num_used
     processor = processor_of(lambda text, **_: read.append(text) or letters(text))
     suffix = "".join(chr(97 + i % 26) for i in range(num_sent))
     params = SamplingParams(max_tokens=max_tokens, extra_args={"diffusion_suffix": suffix})
-    prompt: Any = {"type": "token", "prompt_token_ids": [1, 2]}
     for _ in range(2):
         # Several prompts may share their parameters.
-        request = processor.process_inputs("request", prompt, params, ("generate",))
+        request = process(processor, [1, 2], params)
         kept = arguments_of(request.sampling_params).suffix
         assert kept == tuple(letters(suffix[:num_used]))
     assert len("".join(read)) <= 2 * 8
     for params.max_tokens in (8, None):
         with refused("suffix", r"no room: max_tokens=8"):
-            processor.process_inputs("request", prompt, params, ("generate",))
+            process(processor, [1, 2], params)
 
 
 def test_a_suffix_is_cut_to_the_models_length() -> None:
@@ -168,8 +166,7 @@ def test_a_suffix_is_cut_to_the_models_length() -> None:
     processor = processor_of(letters)
     params = SamplingParams(max_tokens=2, extra_args={"diffusion_suffix": "a" * 9})
     for num_prompt, num_used in ((10, 6), (58, 4), (61, 1)):
-        prompt: Any = {"type": "token", "prompt_token_ids": [1] * num_prompt}
-        request = processor.process_inputs("request", prompt, params, ("generate",))
+        request = process(processor, [1] * num_prompt, params)
         assert len(arguments_of(request.sampling_params).suffix) == num_used
 
 
@@ -178,18 +175,14 @@ def test_pictures_of_a_refused_request_are_sent_again() -> None:
     config = vllm_config(max_model_len=64)
     replan(config, spec=diffusion_gemma_spec(4))
     hashes = {"image": ["a", "b"], "video": ["c"]}
-    prompt: Any = {"type": "token", "prompt_token_ids": [1], "mm_hashes": hashes}
-    for changes in (
-        {"params": SamplingParams(extra_args={"diffusion_max_steps": 0})},
-        {"params": SamplingParams(), "prompt": {**prompt, "prompt_token_ids": [1] * 65}},
-    ):
+    bad = SamplingParams(extra_args={"diffusion_max_steps": 0})
+    for num_prompt, params in ((1, bad), (65, SamplingParams())):
         processor = Processor(config)
-        request = {"prompt": prompt, "supported_tasks": ("generate",), **changes}
         with pytest.raises(VLLMValidationError):
-            processor.process_inputs("request", **request)
+            process(processor, [1] * num_prompt, params, mm_hashes=hashes)
         assert processor.forgotten == ["a", "b", "c"]
     processor = Processor(config)
-    processor.process_inputs("request", prompt, SamplingParams(), ("generate",))
+    process(processor, [1], SamplingParams(), mm_hashes=hashes)
     assert processor.forgotten == []
 
 

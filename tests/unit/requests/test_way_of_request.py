@@ -150,17 +150,14 @@ def test_rules_that_no_server_can_offer(settings: dict[str, Any], reason: str) -
         configure(shipped_checkpoint(), additional_config={"diffusion": settings})
 
 
-def test_all_ways_of_a_model() -> None:
-    """``rules`` may list all ways of the model, whose own is the first."""
-    config = vllm_config(additional_config={"diffusion": {"rules": "all"}})
-    ways = config.model_config.diffusion.spec.ways
-    assert [way.name for way in ways] == [DENOISED, DRAFTS, CAUSAL]
-
-
-def test_way_to_other_processes() -> None:
-    """The engine and its workers get the description of canvases and each request's choice."""
-    settings = {"rules": [DENOISED, DRAFTS, CAUSAL], "draft_length": 8}
+@pytest.mark.parametrize("rules", ["all", [DENOISED, DRAFTS, CAUSAL]])
+def test_all_ways_of_a_model(rules: Any) -> None:
+    """``rules`` may list all ways of the model, whose own is the first; the engine and its workers,
+    which are other processes, get them.
+    """
+    settings = {"rules": rules, "draft_length": 8}
     plan = vllm_config(additional_config={"diffusion": settings}).model_config.diffusion
     spec = pickle.loads(pickle.dumps(plan)).spec
+    assert [way.name for way in spec.ways] == [DENOISED, DRAFTS, CAUSAL]
     assert [way.layout.length for way in spec.ways] == [32, 8, 8]
     assert [way.length for way in spec.ways] == [32, 8, 1]
