@@ -12,6 +12,7 @@ import math
 import re
 from dataclasses import dataclass
 from fnmatch import translate
+from functools import cache
 from typing import Any
 
 from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaTensors
@@ -26,6 +27,8 @@ _NVFP4_NAMES = {
     "modelopt": ("weight", "weight_scale_2", "input_scale"),
     "compressed-tensors": ("weight_packed", "weight_global_scale", "input_global_scale"),
 }
+# Each of a checkpoint's thousands of modules is compared with the same few entries.
+_translate = cache(translate)
 
 
 def expected_specs(
@@ -48,7 +51,7 @@ def expected_specs(
 
 def is_quantized(names: tuple[str, ...], ignored: list[str]) -> bool:
     """Return true if no entry of an ignore list matches a module, which has all these names."""
-    patterns = [one[3:] if one.startswith("re:") else translate(one) for one in ignored]
+    patterns = [one[3:] if one.startswith("re:") else _translate(one) for one in ignored]
     return not any(re.match(pattern, name) for name in names for pattern in patterns)
 
 
@@ -127,9 +130,7 @@ def pass_bytes(
 def kv_cache_bytes(text_config: Any, context: int, kv_bytes: int) -> int:
     """Keys and values that attention reads over ``context`` tokens."""
     total = 0
-    for layer, kind in enumerate(text_config.layer_types):
-        shape = text_config.per_layer_config[layer]
-        is_full = kind == "full_attention"
-        tokens = context if is_full else min(context, text_config.sliding_window)
+    for kind, shape in zip(text_config.layer_types, text_config.per_layer_config, strict=True):
+        tokens = context if kind == "full_attention" else min(context, text_config.sliding_window)
         total += 2 * shape.num_key_value_heads * shape.head_dim * tokens * kv_bytes
     return total

@@ -50,6 +50,8 @@ hypothesis.settings.load_profile("noisy machine")
 def pytest_runtestloop() -> None:
     """Exclude the objects that exist by now from garbage collection; tests' own are collected."""
     gc.freeze()
+    # Python's default, a walk every 700 objects, took most of the time of tests that read much.
+    gc.set_threshold(50_000, 20, 50)
     gc.enable()
 
 
