@@ -14,11 +14,18 @@ tokens' probabilities and the estimate unbiased.
 from __future__ import annotations
 
 import argparse
+import os
 import random
+import secrets
+import socket
 import statistics
+import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +39,6 @@ from tiny_sdar import load_model, save_checkpoint
 from tiny_tasks import distinct_words
 
 from vllm_diffusion.checkpoints import shipped_checkpoint
-from vllm_diffusion.cli.server import Server, vllm_serve
 
 # With words in them, questions that the checkpoint was not trained on.
 WORDINGS = ("Tell me about the {}.", "Why is the {} so {}?", "Do you like {} or {}?")
@@ -52,6 +58,43 @@ class Answer:
     tokens: list[int]
     trace: Trace
     reward: float
+
+
+@contextmanager
+def served(checkpoint: Path, log: Path) -> Iterator[httpx.Client]:
+    """Serve a checkpoint until the block ends, which has a client of the server."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    vllm = str(Path(sys.executable).with_name("vllm"))
+    command = [vllm, "serve", str(checkpoint), "--host", "127.0.0.1", "--port", str(port)]
+    key = secrets.token_urlsafe()
+    with (
+        log.open("w") as said,
+        subprocess.Popen(
+            [*command, *SERVE_OPTIONS],
+            env={**os.environ, **ENVIRONMENT, "VLLM_API_KEY": key},
+            stdout=said,
+            stderr=subprocess.STDOUT,
+        ) as process,
+        httpx.Client(
+            base_url=f"http://127.0.0.1:{port}",
+            headers={"Authorization": f"Bearer {key}"},
+            timeout=600,
+            trust_env=False,
+        ) as client,
+    ):
+        try:
+            while True:
+                with suppress(httpx.TransportError):
+                    client.get("/health").raise_for_status()
+                    break
+                if process.poll() is not None:
+                    sys.exit(f"The server did not start:\n{log.read_text()[-2000:]}")
+                time.sleep(1)
+            yield client
+        finally:
+            process.terminate()
 
 
 def ask(server: httpx.Client, question: str, num_answers: int, seed: int) -> list[Answer]:
@@ -139,16 +182,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for each round's weights")
     args = parser.parse_args()
     checkpoint = shipped_checkpoint("sdar")
-    command = vllm_serve(str(checkpoint), *SERVE_OPTIONS)
     with (
         tempfile.TemporaryDirectory() as folder,
-        Server(command, report=print, environment=ENVIRONMENT) as server,
-        httpx.Client(
-            base_url=server.url,
-            headers={"Authorization": f"Bearer {server.api_key}"},
-            timeout=600,
-            trust_env=False,
-        ) as client,
+        served(checkpoint, Path(folder) / "server.log") as client,
     ):
         train(client, load_model(checkpoint), Path(args.out or folder).absolute(), args.rounds)
 
