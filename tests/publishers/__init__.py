@@ -9,9 +9,10 @@ checkpoints), ``SDAR`` (JetAstra/SDAR at c2041a8), ``Automodel`` (NVIDIA-NeMo/Au
 ``CoDA`` (SalesforceAIResearch/CoDA at fa1d505), ``RND1`` (RadicalNumerics/RND1 at 87d5f46),
 ``dllm-research`` (monash-yann/dllm-research at ecd7cd2, which has small files of Dream's and
 LLaDA's), ``DualDiffusion`` (Satgoy152/DualDiffusion at 9587d1e, which has those of Fast-dLLM v2's),
-``DARE`` (Xenearkr/DARE at ac55266, which has those of LLaDA2.x's and of more SDARs) and
+``DARE`` (Xenearkr/DARE at ac55266, which has those of LLaDA2.x's and of more SDARs),
 ``diffusiongemma-26b-nvfp4-sm121-vllm`` (r0b0tlab's at c255963, which has the hub's answer about
-NVIDIA's DiffusionGemma). Without one a test is skipped by its name. Toy weights go into the
+NVIDIA's DiffusionGemma) and ``speculators-env`` (no checkout, but a virtual environment with
+speculators 0.9.0). Without one a test is skipped by its name. Toy weights go into the
 publisher's class under the published names; it generates with its own loop, in float32, and the
 engine's tokens are compared with it, in one batch.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,8 +59,6 @@ def test_drafts_of_nemo(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     """A draft that NeMo's class has read and written again is accepted as often as before, where
     the convolutions that NeMo adds start as identities.
     """
-    from vllm import LLM, SamplingParams
-
     monkeypatch.syspath_prepend(str(checkout("Automodel")))
     name, more = DRAFTS[module]
     of_trainer = importlib.import_module(f"nemo_automodel.components.speculative.dflash.{module}")
@@ -71,22 +70,65 @@ def test_drafts_of_nemo(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     draft.load_state_dict(load_file(shipped_draft() / "model.safetensors"), strict=False)
     draft.save_pretrained(tmp_path)
 
-    def answers(folder: Path) -> tuple[list[list[int]], float]:
-        """Return greedy answers, and how many drafted tokens were accepted."""
-        spec = {"method": "dflash", "model": str(folder), "num_speculative_tokens": 7}
-        llm = LLM(
-            str(shipped_checkpoint("qwen3")),
-            max_model_len=128,
-            speculative_config=spec,
-            disable_log_stats=False,
-        )
-        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-        outputs = llm.generate([[2, 40, 41, 42, 43, 44], [2, 50, 51, 52]], params, use_tqdm=False)
-        found = {metric.name: metric for metric in llm.get_metrics()}
-        accepted = found["vllm:spec_decode_num_accepted_tokens"].value
-        llm.llm_engine.engine_core.shutdown()
-        return [list(output.outputs[0].token_ids) for output in outputs], accepted
+    assert answers(tmp_path) == answers(shipped_draft())
 
+
+# What runs in the environment of ``speculators``: its converter, and its class with a part of the
+# vocabulary, whose ids are not those of the target. No answer here has the other ids.
+CONVERT = """
+import sys
+
+import torch
+from speculators.convert.dflash.converter import DFlashConverter
+from speculators.models.dflash import DFlashDraftModel
+
+draft, target, whole, part = sys.argv[1:]
+DFlashConverter().convert(draft, whole, target)
+model = DFlashDraftModel.from_pretrained(whole)
+head, ids = model.lm_head.weight.data, torch.arange(model.config.draft_vocab_size)
+body = {name: tensor for name, tensor in model.state_dict().items() if "lm_head" not in name}
+kept = torch.cat([ids[:2], ids[6:]])
+model.config.draft_vocab_size = len(kept)
+model = DFlashDraftModel(model.config)
+model.load_state_dict(body, strict=False)
+model.load_vocab_mappings(torch.isin(ids, kept), kept - ids[: len(kept)])
+model.load_verifier_weights()
+model.lm_head.weight.data = head[kept]
+model.save_pretrained(part)
+"""
+
+
+@pytest.mark.timeout(600)
+def test_drafts_of_speculators(tmp_path: Path) -> None:
+    """The shipped draft, converted and saved by ``speculators``, is accepted as often as before,
+    with the whole vocabulary and with a part of it.
+    """
+    python = checkout("speculators-env") / "bin" / "python"
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    folders = shipped_draft(), shipped_checkpoint("qwen3"), whole, part
+    subprocess.run([python, "-c", CONVERT, *folders], check=True, timeout=300)
     ours = answers(shipped_draft())
-    assert answers(tmp_path) == ours
-    assert ours[1] > 24
+    assert answers(whole) == ours
+    assert answers(part) == ours
+
+
+def answers(folder: Path) -> list[tuple[str, list[int]]]:
+    """Return greedy answers with a draft, and how many tokens each verification accepted."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        str(shipped_checkpoint("qwen3")),
+        max_model_len=256,
+        per_request_spec_decode_metrics="detailed",
+        speculative_config={"method": "dflash", "model": str(folder), "num_speculative_tokens": 7},
+        disable_log_stats=False,
+    )
+    questions = ("Count from 3 to 12.", "What is 27 + 58?", "Write the word hello in capitals.")
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    params = SamplingParams(temperature=0, max_tokens=60)
+    outputs = [output.outputs[0] for output in llm.chat(chats, params, use_tqdm=False)]
+    llm.llm_engine.engine_core.shutdown()
+    found = [(output.text, output.spec_decode_metrics.per_step_accepted) for output in outputs]
+    # Some drafts are right and some are not, so that one that is read wrongly would be seen.
+    assert {0, 7} <= {accepted for _, steps in found for accepted in steps}
+    return found

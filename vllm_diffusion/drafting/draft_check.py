@@ -16,6 +16,7 @@ from vllm_diffusion.drafting.draft_fields import (
     mask_token_of,
     name_as_vllm,
     reads_target_states,
+    restore_causality,
     stock_mask_token,
     stock_target_layers,
 )
@@ -74,6 +75,8 @@ def check_draft(vllm_config: VllmConfig) -> None:
     if settings.adaptive or settings.record is not None:
         _choose_scheduler(vllm_config, settings)
     is_dflash = spec is not None and spec.method == "dflash"
+    if is_dflash:
+        restore_causality(spec.draft_model_config.hf_config)
     if is_dflash and (nemo := name_as_vllm(spec.draft_model_config.hf_config)) is not None:
         spec.update_arch_()
         logger.info(

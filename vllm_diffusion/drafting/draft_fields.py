@@ -88,6 +88,21 @@ def name_as_vllm(draft: Any) -> str | None:
     return None
 
 
+def restore_causality(draft: Any) -> None:
+    """Leave it to each layer's type whether a draft that ``speculators`` saved is causal.
+
+    Its trainer hides the positions ahead of a row in sliding layers only, unless
+    ``sliding_window_non_causal`` is set. vLLM reads that field for all layers, so that full
+    attention would be causal too (until vllm-project/vllm#56692 is merged).
+
+    Args:
+        draft: Content of the draft's ``config.json``, as attributes, changed in place.
+    """
+    fields = dflash_fields(draft)
+    if getattr(draft, "model_type", None) == "speculators" and fields.get("causal"):
+        draft.dflash_config = {name: fields[name] for name in fields if name != "causal"}
+
+
 def dflash_fields(draft: Any) -> Mapping[str, Any]:
     """Return the fields of DFlash in a draft's configuration."""
     return getattr(draft, "dflash_config", None) or {}

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from tests.support.engines.stock import run_in_stock
 from tests.support.engines.vllm_configs import vllm_config
@@ -27,6 +28,8 @@ from vllm_diffusion.drafting.draft_check import (
 )
 from vllm_diffusion.drafting.draft_settings import DraftSettings, draft_settings
 from vllm_diffusion.drafting.recording import Ring
+from vllm_diffusion.drafting.reference_draft import reach_of_layer
+from vllm_diffusion.drafting.swap.new_draft import check_new_draft
 
 pytestmark = pytest.mark.engine
 
@@ -255,6 +258,33 @@ def test_drafts_of_nemo(name: str, drafting: Any, architecture: str, causal: boo
     assert draft.architectures == draft.hf_config.architectures == [architecture]
     if architecture == STOCK_ARCHITECTURE:
         assert draft.hf_config.is_causal is bool(causal)
+
+
+@pytest.mark.parametrize("non_causal", [False, True])
+def test_drafts_of_speculators(non_causal: bool, tmp_path: Path) -> None:
+    """Full attention of a draft that ``speculators`` saved sees the whole block, its sliding layers
+    as much of it as the file says, and a running server takes such a draft too.
+    """
+    draft = shutil.copytree(shipped_draft(), tmp_path / "draft")
+    layers = json.loads((draft / "config.json").read_text())
+    options = layers.pop("dflash_config")
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    window = {"layer_types": kinds, "use_sliding_window": True, "sliding_window": 32}
+    config = {
+        "speculators_model_type": "dflash",
+        "speculators_config": {"algorithm": "dflash"},
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in options["target_layer_ids"]],
+        "mask_token_id": options["mask_token_id"],
+        "block_size": layers.pop("block_size"),
+        "transformer_layer_config": layers | window,
+        "sliding_window_non_causal": non_causal,
+    }
+    (draft / "config.json").write_text(json.dumps(config))
+    served = vllm_config(TARGET, speculative_config=SPECULATION | {"model": str(draft)})
+    read = served.speculative_config.draft_model_config.hf_config
+    reach = [(32, not non_causal), (None, False), (None, False)]
+    assert [reach_of_layer(read, layer) for layer in range(3)] == reach
+    assert len(check_new_draft(draft, served)) == len(load_file(draft / "model.safetensors"))
 
 
 def test_settings_without_a_draft_are_refused() -> None:

@@ -22,7 +22,13 @@ from vllm_diffusion.drafting.draft_check import (
     check_pair,
     set_window,
 )
-from vllm_diffusion.drafting.draft_fields import dflash_fields, mask_token_of, name_as_vllm
+from vllm_diffusion.drafting.draft_fields import (
+    block_size_of,
+    dflash_fields,
+    mask_token_of,
+    name_as_vllm,
+    restore_causality,
+)
 from vllm_diffusion.drafting.draft_settings import draft_settings
 from vllm_diffusion.drafting.reference_draft import ReferenceDraft, reach_of_layer
 from vllm_diffusion.drafting.swap import UNHARMED
@@ -132,6 +138,7 @@ def check_new_draft(folder: Path, vllm_config: VllmConfig) -> list[StoredTensor]
     check_replaceable(vllm_config)
     config = _read_config(folder)
     name_as_vllm(config)
+    restore_causality(config)
     spec = vllm_config.speculative_config
     where = f"config.json of the draft {folder}"
     if (folder / "mask_embedding.pt").exists():
@@ -218,7 +225,10 @@ def _read_config(folder: Path) -> Any:
             raise TypeError(
                 "quantization_config: a quantised draft is not taken while a server runs"
             )
-        return get_config(str(folder), trust_remote_code=False)
+        config = get_config(str(folder), trust_remote_code=False)
+        # vLLM leaves out the block of a draft that `speculators` saved.
+        config.block_size = block_size_of(config) or content.get("block_size")
+        return config
     # transformers raises many kinds of errors for fields with bad values.
     except Exception as error:
         raise ValueError(
