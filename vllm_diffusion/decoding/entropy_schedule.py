@@ -8,15 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from vllm_diffusion.decoding.rule import (
-    Choice,
-    DecodingRule,
-    Memory,
-    Setting,
-    StepDecision,
-    StepInputs,
-    places,
-)
+from vllm_diffusion.decoding.rule import Choice, Setting, StepDecision, StepInputs
+from vllm_diffusion.decoding.timed_reveal import ScheduledReveal
 
 # The temperature of a request at temperature 0, as in the source.
 _LEAST_TEMPERATURE = 1e-8
@@ -26,34 +19,21 @@ _CLOSED = (
 )
 
 
-class EntropySchedule(DecodingRule):
-    """Reveal the masks of least entropy in N equal steps; a revealed token stays.
+class EntropySchedule(ScheduledReveal):
+    """Reveal the masks of least entropy in N equal steps.
 
     After step j of N, (N - j) / N of the answer's masks are left, rounded down: those of the
     largest entropies, which are taken at the request's temperature. Among equals the leftmost is
     revealed first. At temperature 0 entropies are those at 1e-8, all 0 unless two tokens are
-    equally likely, so that an answer is written from left to right. A step that reveals nothing is
-    left out.
+    equally likely, so that an answer is written from left to right.
 
     Source: ``diffusion_sample`` of ``rnd/sampling.py`` of RadicalNumerics/RND1 at 87d5f46.
     """
 
     settings: Mapping[str, Setting | Choice] = {}
-    # Steps of the schedule that are over, those among them that were left out.
-    memory = {"time": Memory(torch.int32)}
-    judges_filtered = True
     refused_fields: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("structured_outputs", "bad_words", "thinking_token_budget"), _CLOSED
     )
-
-    def __init__(self, mask_token_id: int) -> None:
-        """Set the mask token."""
-        self.mask_token_id = mask_token_id
-
-    def read(
-        self, canvas: Tensor, num_known: Tensor, settings: Mapping[str, Tensor]
-    ) -> Tensor | None:
-        return canvas == self.mask_token_id
 
     def temperatures(
         self,
@@ -84,15 +64,6 @@ class EntropySchedule(DecodingRule):
             is_idle = (num_kept(steps_left) >= num_masks) & (steps_left > 0)
             steps_left = torch.where(is_idle, steps_left - 1, steps_left)
 
-        score = torch.where(masked, -inputs.predicted.entropy, float("-inf"))
-        place = places(torch.sort(score, dim=-1, descending=True, stable=True).indices)
-        chosen = place < (num_masks - num_kept(steps_left))[:, None]
-        decided = (masked & chosen) | ~masked
-        tokens = torch.where(masked, inputs.predicted.candidate, inputs.canvas)
-        return StepDecision(
-            keep=decided,
-            tokens=tokens,
-            result=tokens,
-            done=decided.all(dim=-1),
-            memory={"time": (num_steps - steps_left).to(torch.int32)},
-        )
+        ranks = self._ranks(-inputs.predicted.entropy, masked)
+        chosen = ranks < (num_masks - num_kept(steps_left))[:, None]
+        return self._reveal(inputs, masked, chosen, num_steps - steps_left)

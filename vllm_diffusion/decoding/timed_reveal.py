@@ -1,4 +1,4 @@
-"""Rule of models that reveal masks by a schedule in time, anywhere in the answer."""
+"""Rules of models that reveal masks anywhere in the answer, by the steps of a schedule."""
 
 from __future__ import annotations
 
@@ -26,15 +26,62 @@ ORIGIN, MASKGIT_PLUS, TOPK_MARGIN, ENTROPY = ALGORITHMS = (
 )
 
 
-class TimedReveal(DecodingRule):
+class ScheduledReveal(DecodingRule):
+    """Reveal masks anywhere in the answer by a schedule; a revealed token stays.
+
+    A step of the schedule that reveals nothing is left out, so that no pass is run for it.
+    """
+
+    # Steps of the schedule that are over, those among them that were left out.
+    memory = {"time": Memory(torch.int32)}
+    judges_filtered = True
+
+    def __init__(self, mask_token_id: int) -> None:
+        """Set the mask token."""
+        self.mask_token_id = mask_token_id
+
+    def read(
+        self, canvas: Tensor, num_known: Tensor, settings: Mapping[str, Tensor]
+    ) -> Tensor | None:
+        return canvas == self.mask_token_id
+
+    @staticmethod
+    def _ranks(score: Tensor, masked: Tensor) -> Tensor:
+        """[R, C], int64: place of each mask among those of its row, the largest score first, of
+        equals the leftmost.
+        """
+        score = torch.where(masked, score, float("-inf"))
+        return places(torch.sort(score, dim=-1, descending=True, stable=True).indices)
+
+    @staticmethod
+    def _reveal(inputs: StepInputs, masked: Tensor, chosen: Tensor, time: Tensor) -> StepDecision:
+        """Decide for the chosen of the masks.
+
+        Args:
+            inputs: What the step is decided from.
+            masked: [R, C], bool: masks that may be revealed.
+            chosen: [R, C], bool; of other positions nothing is read.
+            time: [R]: steps of the schedule that are over then.
+        """
+        decided = (masked & chosen) | ~masked
+        tokens = torch.where(masked, inputs.predicted.candidate, inputs.canvas)
+        return StepDecision(
+            keep=decided,
+            tokens=tokens,
+            result=tokens,
+            done=decided.all(dim=-1),
+            memory={"time": time.to(torch.int32)},
+        )
+
+
+class TimedReveal(ScheduledReveal):
     """Reveal masks as time runs from 1 to ``eps`` in N equal steps; a revealed token stays.
 
     In the step from time t to s, M masks are left. ``maskgit_plus``, ``topk_margin`` and
     ``entropy`` reveal M (1 - s / t) of them, rounded down: the most probable ones, those whose
     likeliest token is furthest above the next, or those of least entropy; with ``alg_temp`` above 0
     positions drawn without replacement from the softmax of that confidence over it. ``origin``
-    reveals each with probability 1 - s / t. The last step reveals all. A step whose number is 0
-    changes nothing and is left out, so that no pass is run for it.
+    reveals each with probability 1 - s / t. The last step reveals all.
 
     Source: ``_sample`` of ``generation_utils.py`` of Dream, as ZHZisZZ/dllm has it at ca17675.
     """
@@ -50,19 +97,7 @@ class TimedReveal(DecodingRule):
             float, 0.0, 1000.0, "temperature of the choice of positions; 0 takes the best"
         ),
     }
-    # Steps of the schedule that are over, those among them that were left out.
-    memory = {"time": Memory(torch.int32)}
     draws_positions = True
-    judges_filtered = True
-
-    def __init__(self, mask_token_id: int) -> None:
-        """Set the mask token."""
-        self.mask_token_id = mask_token_id
-
-    def read(
-        self, canvas: Tensor, num_known: Tensor, settings: Mapping[str, Tensor]
-    ) -> Tensor | None:
-        return canvas == self.mask_token_id
 
     def reads_margin(self, values: Mapping[str, float | str]) -> bool:
         return values["algorithm"] == TOPK_MARGIN
@@ -94,20 +129,10 @@ class TimedReveal(DecodingRule):
         # The largest of scores with such noise are positions drawn without replacement.
         noise = -torch.log(-torch.log(inputs.uniform))
         score = torch.where(heat > 0, score / heat.clamp(min=FLOAT32_MIN) + noise, score)
-        score = torch.where(masked, score, float("-inf"))
-        place = places(torch.sort(score, dim=-1, descending=True, stable=True).indices)
         by_chance = (inputs.uniform < share[:, None]) | (time >= last)[:, None]
-        chosen = torch.where(is_origin[:, None], by_chance, place < number[:, None])
-
-        decided = (masked & chosen) | ~masked
-        tokens = torch.where(masked, predicted.candidate, inputs.canvas)
-        return StepDecision(
-            keep=decided,
-            tokens=tokens,
-            result=tokens,
-            done=decided.all(dim=-1),
-            memory={"time": time + 1},
-        )
+        by_rank = self._ranks(score, masked) < number[:, None]
+        chosen = torch.where(is_origin[:, None], by_chance, by_rank)
+        return self._reveal(inputs, masked, chosen, time + 1)
 
     @staticmethod
     def _share(time: Tensor, eps: Tensor, num_steps: Tensor) -> Tensor:
