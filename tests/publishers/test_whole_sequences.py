@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,6 +128,43 @@ def test_held_back_ends(tmp_path: Path) -> None:
     assert answers(toy.save(tmp_path), requests) == expected
 
 
+def diffused(
+    body: Any, asking: Callable[..., Any], longest: tuple[int, int, int, str], **also: float
+) -> tuple[list[Any], list[list[int]]]:
+    """Return requests, and their answers by ``diffusion_generate`` of Dream's or CoDA's class.
+
+    Args:
+        body: The publisher's model.
+        asking: Makes its generation settings.
+        longest: Length of the prompt, tokens of the answer, steps and algorithm of one request
+            beside the others.
+        also: Further arguments of each request.
+    """
+    requests, expected = [], []
+    for length, num_tokens, steps, algorithm in (
+        (1, 24, 24, "entropy"),
+        (9, 40, 64, "entropy"),
+        (33, 64, 13, "entropy"),
+        (33, 64, 64, "maskgit_plus"),
+        longest,
+        (70, 48, 1, "maskgit_plus"),
+        (40, 60, 60, "topk_margin"),
+    ):
+        prompt = prompt_of(length, seed=length)
+        arguments = {"diffusion_max_steps": steps, "diffusion_algorithm": algorithm, **also}
+        requests.append((prompt, num_tokens, arguments))
+        ids = body.diffusion_generate(
+            torch.tensor([prompt]),
+            generation_config=asking(
+                max_new_tokens=num_tokens, steps=steps, alg=algorithm, mask_token_id=MASK_ID
+            ),
+            generation_logits_hook_func=lambda step, x, logits: without_mask(logits),
+        )
+        ids = getattr(ids, "sequences", ids)
+        expected.append(ids[0, length:].tolist())
+    return requests, expected
+
+
 def test_dream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens of Dream are those of ``diffusion_generate`` of the publisher's modeling file for
     several algorithms, numbers of steps and lengths.
@@ -138,29 +177,8 @@ def test_dream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load("configuration_dream").DreamConfig(**fields)
     body = load("modeling_dream").DreamModel(config).float().eval()
     body.load_state_dict(toy.tensors())
-    requests, expected = [], []
-    for length, num_tokens, steps, algorithm in (
-        (1, 24, 24, "entropy"),
-        (9, 40, 64, "entropy"),
-        (33, 64, 13, "entropy"),
-        (33, 64, 64, "maskgit_plus"),
-        (120, 100, 512, "maskgit_plus"),
-        (70, 48, 1, "maskgit_plus"),
-        (40, 60, 60, "topk_margin"),
-    ):
-        prompt = prompt_of(length, seed=length)
-        arguments = {"diffusion_max_steps": steps, "diffusion_algorithm": algorithm}
-        requests.append((prompt, num_tokens, arguments))
-        asked = load("generation_utils").DreamGenerationConfig(
-            max_new_tokens=num_tokens, steps=steps, alg=algorithm, mask_token_id=MASK_ID
-        )
-        ids = body.diffusion_generate(
-            torch.tensor([prompt]),
-            generation_config=asked,
-            generation_logits_hook_func=lambda step, x, logits: without_mask(logits),
-        )
-        ids = getattr(ids, "sequences", ids)
-        expected.append(ids[0, length:].tolist())
+    asking = load("generation_utils").DreamGenerationConfig
+    requests, expected = diffused(body, asking, (120, 100, 512, "maskgit_plus"))
     assert answers(toy.save(tmp_path), requests) == expected
     assert len({token for tokens in expected for token in tokens}) > VOCAB_SIZE // 8
 
@@ -184,36 +202,9 @@ def test_coda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asking = load("generation_utils").DLMGenerationConfig
     # It has no body, and an argument more in transformers 5.
     monkeypatch.setattr(asking, "validate", lambda self, **_: None)
-    requests, expected = [], []
-    for length, num_tokens, steps, algorithm in (
-        (1, 24, 24, "entropy"),
-        (9, 40, 64, "entropy"),
-        (33, 64, 13, "entropy"),
-        (33, 64, 64, "maskgit_plus"),
-        (120, 100, 128, "entropy"),
-        (70, 48, 1, "maskgit_plus"),
-        (40, 60, 60, "topk_margin"),
-    ):
-        prompt = prompt_of(length, seed=length)
-        arguments = {
-            "diffusion_max_steps": steps,
-            "diffusion_algorithm": algorithm,
-            "diffusion_alg_temp": 0.0,
-        }
-        requests.append((prompt, num_tokens, arguments))
-        asked = asking(
-            max_new_tokens=num_tokens,
-            steps=steps,
-            alg=algorithm,
-            mask_token_id=MASK_ID,
-            pad_token_id=0,
-        )
-        ids = body.diffusion_generate(
-            torch.tensor([prompt]),
-            generation_config=asked,
-            generation_logits_hook_func=lambda step, x, logits: without_mask(logits),
-        )
-        expected.append(ids[0, length:].tolist())
+    requests, expected = diffused(
+        body, partial(asking, pad_token_id=0), (120, 100, 128, "entropy"), diffusion_alg_temp=0.0
+    )
     assert answers(toy.save(tmp_path), requests) == expected
     assert len({token for tokens in expected for token in tokens}) > VOCAB_SIZE // 8
 
