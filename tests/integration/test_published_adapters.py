@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.families.published import adapters, files_of, tensors_of
-from vllm_diffusion.families.nemotron.draft_lora import find_draft_lora
+from vllm_diffusion.families.nemotron.startup import find_draft_lora
+from vllm_diffusion.startup.plan import DiffusionPlan
 from vllm_diffusion.weights.adapters.support import (
     CONFIG,
     WEIGHTS,
@@ -74,7 +75,9 @@ def test_nemotron_drafts_with_it(tmp_path: Path) -> None:
     (adapter,) = [adapter for adapter in adapters() if "linear_spec_lora" in adapter["id"]]
     modules, config = first_layer_of(adapter)
     written(adapter, tmp_path / "linear_spec_lora", modules)
-    model: Any = SimpleNamespace(model=str(tmp_path), hf_config=config, revision=None)
+    model: Any = SimpleNamespace(
+        model=str(tmp_path), hf_config=config, revision=None, diffusion=DiffusionPlan()
+    )
     found = find_draft_lora(model)
     assert found is not None
     assert (found.rank, found.scale) == (128, 4.0)

@@ -140,7 +140,10 @@ class DenoisedDraft(EntropyBound):
         name: setting for name, setting in EntropyBound.settings.items() if name[:2] != "t_"
     }
     presets = {}
-    refused_settings = {"max_denoising_steps": "whose drafts take draft_steps"}
+    refused_settings = {
+        "max_denoising_steps": "whose drafts take draft_steps",
+        "draft_adapter": "whose model drafts without one",
+    }
     # A verified token is drawn as in an autoregressive model.
     temperatures = DecodingRule.temperatures
 

@@ -291,7 +291,8 @@ class DecodingRule(ABC):
     memory: Mapping[str, Memory] = {}
     refused_fields: ClassVar[Mapping[str, str]] = {}
     refused_settings: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("draft_length", "draft_steps"), 'which makes no drafts, as rule="linear_spec" does'
+        ("draft_length", "draft_steps", "draft_adapter"),
+        'which makes no drafts, as rule="linear_spec" does',
     )
     num_choices: ClassVar[int] = 0
     can_finish_kv: ClassVar[bool] = False

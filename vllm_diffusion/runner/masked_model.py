@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import WeightsMapper
+from vllm.v1.worker.gpu.model_states.interface import ModelState
 
 from vllm_diffusion.runner.model_state import BlockDiffusionModelState
 from vllm_diffusion.weights.adapters import checking_manager
@@ -33,7 +34,6 @@ class MaskedModel(Adaptable):
         with checked_loading(self, weights) as checked:  # type: ignore[arg-type]
             return super().load_weights(self.published_names.apply(checked))  # type: ignore[misc]
 
-    @staticmethod
-    def get_model_state_cls() -> type[BlockDiffusionModelState]:
+    def get_model_state_cls(self) -> type[ModelState]:
         """The state whose canvases are tokens."""
         return BlockDiffusionModelState

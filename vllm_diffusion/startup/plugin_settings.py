@@ -32,6 +32,8 @@ class PluginSettings:
         draft_length: Positions of a draft of the rule ``linear_spec``, its certain first one among
             them.
         draft_steps: Steps of such a draft.
+        draft_adapter: Folder, or repository, of the LoRA that acts on such drafts; ``None`` for the
+            checkpoint's own.
         preset: Name of a set of settings of the rule, for settings that are not set by themselves.
         converge_at_end: True to judge a canvas by its positions up to its first end token only,
             since the positions after it are discarded.
@@ -46,6 +48,7 @@ class PluginSettings:
     rules: Sequence[str] | Literal["all"] | None = None
     draft_length: int | None = None
     draft_steps: int | None = None
+    draft_adapter: str | None = None
     preset: str | None = None
     converge_at_end: bool = False
     never_empty: bool = False
@@ -58,6 +61,8 @@ class PluginSettings:
             value = getattr(self, name)
             if value is not None and not MAX_STEPS.allows(value):
                 raise ValueError(f"{name}={value!r} {MAX_STEPS.requirement}.")
+        if not isinstance(self.draft_adapter, str | None):
+            raise ValueError(f"draft_adapter={self.draft_adapter!r} must be the path of a folder.")
         choices = {
             "window_anchor": get_args(WindowAnchor),
             "attention": get_args(Impl),

@@ -251,6 +251,9 @@ class VerifiedDraft(FirstTokenBlock):
             position=drawn_at().to(torch.int32),
         )
 
+    def drafted(self, position: Tensor) -> Tensor:
+        return torch.ones_like(position, dtype=torch.bool)
+
     def num_final(self, canvas: Tensor, drawn: Tensor, num_rows: Tensor) -> Tensor:
         """Return the number of leading tokens that the causal pass draws too, [R], int32.
 

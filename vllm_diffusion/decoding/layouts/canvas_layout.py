@@ -306,6 +306,15 @@ class CanvasLayout:
         """
         return torch.zeros_like(position)
 
+    def drafted(self, position: Tensor) -> Tensor:
+        """Tell which rows of canvases in their step draft tokens for a later pass to verify, [N],
+        bool: those on which a LoRA of drafts acts.
+
+        Args:
+            position: [N], int, position of each row in its canvas.
+        """
+        return torch.zeros_like(position, dtype=torch.bool)
+
     def predicting_position(self, num_final: Tensor) -> Tensor:
         """Return the position of a committed canvas whose row draws the next one's first token,
         [R], int.

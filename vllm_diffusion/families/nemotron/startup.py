@@ -35,11 +35,16 @@ from transformers import Ministral3Config
 from vllm_diffusion.decoding.layouts import FirstTokenBlock, VerifiedDraft
 from vllm_diffusion.decoding.reveal import LinearSpec, Reveal
 from vllm_diffusion.decoding.rule import AUTOREGRESSIVE, FLOAT32_MAX, Setting
-from vllm_diffusion.families.nemotron.draft_lora import FOLDER, find_draft_lora
 from vllm_diffusion.startup.engine_config import PublishedRule
 from vllm_diffusion.startup.masked_models import MaskedEngineConfig
-from vllm_diffusion.startup.plan import spec_of
 from vllm_diffusion.startup.plugin_settings import OPTION
+from vllm_diffusion.weights.adapters.draft_lora import (
+    DraftLora,
+    log_drafts,
+    look_for_draft_lora,
+    verifies_drafts,
+)
+from vllm_diffusion.weights.adapters.support import Module
 from vllm_diffusion.weights.checkpoint_tensors import BodyTensors, CheckpointTensors
 
 if TYPE_CHECKING:
@@ -48,6 +53,16 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("vllm.vllm_diffusion")
+
+FOLDER = "linear_spec_lora"
+
+
+def find_draft_lora(model_config: ModelConfig) -> DraftLora | None:
+    """The adapter of drafts, on each layer's ``o_proj``; ``None`` if there is none."""
+    config = model_config.hf_config
+    module = Module(config.hidden_size, config.num_attention_heads * config.head_dim)
+    names = (f"encoder.layers.{i}.self_attn.o_proj" for i in range(config.num_hidden_layers))
+    return look_for_draft_lora(model_config, FOLDER, dict.fromkeys(names, module), adapts_all=True)
 
 
 class NemotronLabsDiffusionConfig(Ministral3Config):
@@ -119,22 +134,9 @@ class NemotronLabsDiffusionEngineConfig(MaskedEngineConfig):
                 OPTION.replace("...", '"rule": ...'),
             )
         super().verify_and_update_config(vllm_config)
-        spec = spec_of(model_config)
-        if spec is None or not any(way.layout.verifies for way in spec.ways):
-            return
         # The workers find it again, and put it on the layers.
-        lora = find_draft_lora(model_config)
-        if lora is None:
-            logger.info(
-                "linear_spec: %s has no %s, so the plain weights draft.", model_config.model, FOLDER
-            )
-        else:
-            logger.info(
-                "linear_spec: the LoRA %s (rank %d, scale %g) acts on drafts.",
-                lora.file.parent,
-                lora.rank,
-                lora.scale,
-            )
+        if verifies_drafts(model_config):
+            log_drafts(model_config, find_draft_lora(model_config), FOLDER)
 
     @classmethod
     def checkpoint_tensors(cls) -> CheckpointTensors:
