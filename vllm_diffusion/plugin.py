@@ -87,6 +87,7 @@ def _register_shared() -> Exception | None:
                 _by_model_type(),
                 {one.published_as: one.architecture for one in FAMILIES if one.published_as},
                 {one.text_model: one.architecture for one in FAMILIES if one.text_model},
+                {one.beside_adapter: one.architecture for one in FAMILIES if one.beside_adapter},
             )
         )
     except Exception as error:

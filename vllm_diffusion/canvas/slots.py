@@ -382,8 +382,9 @@ class CanvasSlots:
         """
         mask = self.spec.mask_token_id
         if mask is None:
+            ids = self.spec.noise_tokens or range(self.vocab_size)
             length = self.canvas_length
-            return uniform_tokens(seed, canvas_idx, step, length, self.vocab_size, purpose)
+            return ids.start + uniform_tokens(seed, canvas_idx, step, length, len(ids), purpose)
         return torch.full(
             (len(seed), self.canvas_length), mask, dtype=torch.int64, device=seed.device
         )

@@ -167,7 +167,7 @@ class CanvasStep:
             )
         result = torch.where(denoised[:, None], decision.result, slots.canvas)
         step = slots.step + denoised.to(torch.int32)
-        before = slots.canvas if self._spec.marks_undecided else slots.previous_result
+        before = slots.canvas if self._spec.marks_undecided else self._noise_before(position)
         decided = denoised[:, None] & ((decision.result != before) | slots.pinned)
         written = decided & ~slots.pinned
         decided_step = torch.where(written, step[:, None], slots.decided_step)
@@ -264,6 +264,17 @@ class CanvasStep:
         if commits is True:
             return emitted, finished
         return torch.where(commits, emitted, done), finished & commits
+
+    def _noise_before(self, position: Tensor) -> Tensor:
+        """[R, C]: without a mask, the tokens before a step; a first token that a pass drew is none
+        of the step's.
+        """
+        slots = self._slots
+        is_first = torch.where(position == 0, slots.canvas, slots.previous_result)
+        return slots.way.choose(
+            lambda way: way.layout.draws_first_token,
+            lambda draws: is_first if draws else slots.previous_result,
+        )
 
     def _next_input(
         self, decision: StepDecision, kept: Tensor, by_slot: SlotInputs, position: Tensor

@@ -29,6 +29,7 @@ class CanvasSpec:
         default_way: Place in ``ways`` of the one of requests that choose none.
         mask_token_id: Token of undecided positions, never drawn in a canvas; ``None`` for uniformly
             random tokens.
+        noise_tokens: Ids of those random tokens, in order; ``None`` for the whole vocabulary.
         end_texts: Texts of tokens that end an answer, besides those of ``generation_config.json``
             and of the tokenizer.
         closing: Tokens that stand after each answer and its suffix while it is written.
@@ -38,6 +39,7 @@ class CanvasSpec:
     settings: Mapping[str, float | str]
     default_way: int = 0
     mask_token_id: int | None = None
+    noise_tokens: range | None = None
     end_texts: tuple[str, ...] = ()
     closing: tuple[int, ...] = ()
 

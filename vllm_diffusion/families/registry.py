@@ -21,6 +21,8 @@ class Family(NamedTuple):
             ordinary model with these layers; ``None`` if there are none.
         text_model: Architecture of the text layers saved by themselves; ``None`` where they are
             the whole model.
+        beside_adapter: Architecture that ``config.json`` has in place of this one, where a folder
+            ``adapter`` lies next to it; ``None`` if there is none.
     """
 
     architecture: str
@@ -30,6 +32,7 @@ class Family(NamedTuple):
     tokenizer: str | None = None
     published_as: str | None = None
     text_model: str | None = None
+    beside_adapter: str | None = None
 
 
 def _family(
@@ -63,6 +66,7 @@ FAMILIES = (
         text_model="DiffusionGemmaForCausalLM",
     ),
     _family("SDARForCausalLM", "sdar", "SDAREngineConfig", "SDARConfig"),
+    _family("UnoQwen3ForCausalLM", "uno", "UnoEngineConfig", beside_adapter="SDARForCausalLM"),
     _family("SDARMoeForCausalLM", "sdar", "SDARMoeEngineConfig", "SDARMoeConfig"),
     _family("LLaDA2MoeModelLM", "llada2", "LLaDA2EngineConfig", "LLaDA2MoeConfig"),
     _family(

@@ -221,7 +221,7 @@ class BlockDiffusionEngineConfig:
             spec = cls.canvas_spec(model_config, settings, canvases)
             return replace(spec, ways=(replace(spec.ways[0], name=chosen),))
         own = next(iter(cls.rules))
-        known = (own, LINEAR_SPEC, AUTOREGRESSIVE)
+        known = tuple(dict.fromkeys((own, LINEAR_SPEC, AUTOREGRESSIVE)))
         if not set(known) <= set(cls.rule_names()):
             raise ValueError(
                 f"{OPTION}: rules={settings.rules!r} is not supported by this model, which has one decoding rule; "
@@ -239,13 +239,16 @@ class BlockDiffusionEngineConfig:
                 raise ValueError(
                     f"{OPTION}: rules={settings.rules!r} must include {name!r}; add it, or leave rules out."
                 )
-        of_diffusion = replace(settings, rule=own, draft_length=None, draft_steps=None)
         # Requests have the settings of diffusion: there is one value of each.
         of_drafts = replace(
             settings, rule=LINEAR_SPEC, max_denoising_steps=None, preset=None, of_rule={}
         )
-        diffusion = cls.canvas_spec(model_config, of_diffusion, canvases)
-        drafts = cls.canvas_spec(model_config, of_drafts, canvases)
+        diffusion = drafts = cls.canvas_spec(model_config, of_drafts, canvases)
+        if own != LINEAR_SPEC:
+            of_diffusion = replace(
+                settings, rule=own, draft_length=None, draft_steps=None, draft_adapter=None
+            )
+            diffusion = cls.canvas_spec(model_config, of_diffusion, canvases)
         (denoised,), (verified,) = diffusion.ways, drafts.ways
         ways = {
             own: replace(denoised, name=own),

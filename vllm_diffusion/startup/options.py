@@ -27,6 +27,7 @@ from vllm_diffusion.startup.unserved_models import (
 )
 from vllm_diffusion.weights.adapters.support import UNREACHED
 from vllm_diffusion.weights.machine_fit import quantises_while_loading
+from vllm_diffusion.weights.weight_files import checkpoint_file
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -44,12 +45,15 @@ class ServedNames:
         by_type: Architectures that are served, for each ``model_type`` whose configuration is ours.
         by_code: The architecture that is served, for each class that only ``auto_map`` may name.
         of_text_model: The architecture that is served, for each of a text model saved by itself.
+        beside_adapter: The architecture that is served, for each that a checkpoint with an adapter
+            of drafts names.
     """
 
     architectures: frozenset[str]
     by_type: Mapping[str, tuple[str, ...]]
     by_code: Mapping[str, str]
     of_text_model: Mapping[str, str]
+    beside_adapter: Mapping[str, str]
 
 
 @functools.cache
@@ -201,11 +205,12 @@ def _looking(
         raise ValueError(sentence) from None
     finally:
         self.disable_sliding_window = disables_window
-    if (meant := _meant_architecture(self, model_config, names.by_code)) is not None:
+    if (found := _meant_architecture(self, model_config, names)) is not None:
+        meant, sign = found
         logger.info(
-            "config.json names the class of an ordinary model (%s), and auto_map the diffusion model that it is: "
-            '%s serves it. --hf-overrides with "architectures" chooses another class.',
+            'config.json names %s, and %s: %s serves it. --hf-overrides with "architectures" chooses another class.',
             model_config.architecture,
+            sign,
             meant,
         )
         self.hf_overrides = {**(self.hf_overrides or {}), "architectures": [meant]}
@@ -231,17 +236,21 @@ def _looking(
 
 
 def _meant_architecture(
-    arguments: EngineArgs, model_config: ModelConfig, by_code: Mapping[str, str]
-) -> str | None:
-    """Return the architecture of a diffusion checkpoint that names its body's in ``architectures``;
-    ``None`` for any other checkpoint, or if the operator names one.
+    arguments: EngineArgs, model_config: ModelConfig, names: ServedNames
+) -> tuple[str, str] | None:
+    """Return the architecture of a checkpoint that names another's in ``architectures``, and what
+    tells; ``None`` for any other checkpoint, or if the operator names one.
     """
-    overrides = arguments.hf_overrides or {}
+    overrides, named = arguments.hf_overrides or {}, model_config.architecture
     if not isinstance(overrides, Mapping) or "architectures" in overrides:
         return None
-    names = classes_of_code(getattr(model_config.hf_config, "auto_map", None))
-    meant = next((by_code[name] for name in names if name in by_code), None)
-    return None if meant == model_config.architecture else meant
+    for name in classes_of_code(getattr(model_config.hf_config, "auto_map", None)):
+        if (meant := names.by_code.get(name)) not in (None, named):
+            return meant, "auto_map the diffusion model that it is"
+    meant = names.beside_adapter.get(named)
+    if meant and checkpoint_file(model_config, "adapter", "adapter_config.json") is not None:
+        return meant, "adapter/adapter_config.json is a LoRA with which the model drafts"
+    return None
 
 
 # Connectors of vLLM that carry blocks of the cache no further than this machine's memory.

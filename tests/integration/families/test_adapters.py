@@ -10,10 +10,11 @@ from vllm.lora.request import LoRARequest
 
 from tests.support.engines.engine import TracedEngine
 from tests.support.engines.generate import tokens_of_batch
-from tests.support.families.cases import CASES, EVERY_CASE, expected
+from tests.support.families import makers
+from tests.support.families.cases import EVERY_CASE, expected
 from tests.support.families.llada2_model import separate_experts
 from tests.support.families.makers import LLaDA
-from tests.support.families.model import prompt_of
+from tests.support.families.model import Maker, prompt_of
 from tests.support.models.adapters import LINEAR, adapt, rename
 
 pytestmark = pytest.mark.engine
@@ -108,15 +109,17 @@ def test_tokens(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_drafts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["nemotron", "uno"])
+def test_drafts(family: str, tmp_path: Path) -> None:
     """With ``linear_spec`` the checkpoint's draft adapter acts next to a request's adapter.
 
     Tokens are those of the autoregressive mode in one process, with the request's adapter alone.
     """
-    checkpoint = CASES["nemotron"].make().save(tmp_path / "checkpoint")
-    model = CASES["nemotron"].make()
-    adapt(model.body, tmp_path / "adapter", seed=1, target_modules=TARGETS["nemotron"])
-    rename(tmp_path / "adapter", lambda module: module.replace("model.", "encoder.", 1))
+    make: Maker = getattr(makers, family)
+    checkpoint = make().save(tmp_path / "checkpoint")
+    adapt(make().body, tmp_path / "adapter", seed=1, target_modules=TARGETS["nemotron"])
+    if family == "nemotron":
+        rename(tmp_path / "adapter", lambda module: module.replace("model.", "encoder.", 1))
     params = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
     plain = [{"prompt": prompt_of(length, seed=length), "params": params} for length in (5, 33, 70)]
     adapter = ("adapter", 1, str(tmp_path / "adapter"))

@@ -159,7 +159,7 @@ def test_draft_lora(tmp_path: Path, start_log: pytest.LogCaptureFixture) -> None
         save_file(held, weights, metadata={"format": "pt"})
         message = refusal(folder, **setting(**LINEAR_SPEC))
         assert words in message
-        assert "remove it to draft with the plain weights" in message
+        assert "give another in draft_adapter" in message
         configure(folder)
     config.unlink()
     configure(folder, **setting(**LINEAR_SPEC))
@@ -177,15 +177,34 @@ def test_unknown_architectures_of_others(tmp_path: Path) -> None:
 AS_CAUSAL = {"hf_overrides": {"architectures": ["Qwen3ForCausalLM"]}}
 
 
-@pytest.mark.parametrize("sign", ["use_regular_causal", "adapter", "block_size"])
+def test_uno_is_told_by_its_adapter(tmp_path: Path, start_log: pytest.LogCaptureFixture) -> None:
+    """SDAR's class with an adapter of drafts beside it is Uno, whose adapter may lie elsewhere;
+    without one there are no drafts, and the message says how to serve it.
+    """
+    own = configure(tiny.uno().save(tmp_path / "own")).model_config
+    assert own.architecture == "UnoQwen3ForCausalLM"
+    assert own.diffusion.spec.length == 9
+    assert own.diffusion.spec.noise_tokens == range(1, tiny.uno.config["mask_token_id"])
+    assert "a LoRA with which the model drafts" in start_log.text
+    assert "(rank 4, scale 16) acts on drafts" in start_log.text
+
+    elsewhere = (tmp_path / "own" / "adapter").rename(tmp_path / "elsewhere")
+    uno = {"hf_overrides": {"architectures": ["UnoQwen3ForCausalLM"]}}
+    message = refusal(tmp_path / "own", **uno)
+    assert "draft_adapter" in message
+    assert '"rule": "autoregressive"' in message
+    configure(tmp_path / "own", **uno, **setting(draft_adapter=str(elsewhere), draft_length=17))
+    assert f"the LoRA {elsewhere}" in start_log.text
+    configure(tmp_path / "own", **uno, **setting(rule="autoregressive"))
+    assert "draft_adapter" in refusal(tmp_path / "own", **setting(draft_adapter=str(elsewhere)))
+
+
+@pytest.mark.parametrize("sign", ["use_regular_causal", "block_size"])
 def test_causal_weights_of_sdars_architecture(sign: str, tmp_path: Path) -> None:
-    """I-DLM and Uno, which have SDAR's architecture, are refused with a remedy for vLLM."""
+    """I-DLM, which has SDAR's architecture, is refused with a remedy for vLLM."""
     tiny.sdar().save(tmp_path)
     options: dict[str, Any] = {}
-    if sign == "adapter":
-        (tmp_path / "adapter").mkdir()
-        (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    elif sign == "block_size":
+    if sign == "block_size":
         changed(tmp_path, block_size=7)
         options = {"max_model_len": 252}
     else:

@@ -1,4 +1,4 @@
-"""Tests of Nemotron-Labs-Diffusion's ``autoregressive`` and ``linear_spec``.
+"""Tests of ``autoregressive`` and ``linear_spec``, of Nemotron-Labs-Diffusion and Uno.
 
 ``autoregressive`` is an ordinary causal model; ``linear_spec`` gives its tokens, several at a time.
 """
@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,12 +18,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.engines.engine import TracedEngine
+from tests.support.engines.engine import SYNCHRONOUS_OFTEN, TracedEngine
 from tests.support.engines.generate import tokens_of_batch
-from tests.support.families import nemotron
+from tests.support.families import makers, nemotron, uno
 from tests.support.families import run as loops
-from tests.support.families.makers import Nemotron
-from tests.support.families.makers import nemotron as tiny_nemotron
+from tests.support.families.makers import SelfDrafting, Uno
 from tests.support.families.model import MASK_ID, prompt_of
 from tests.support.families.run import Run
 from tests.support.oracles.frames import EVERY_FIELD, Watched
@@ -34,6 +32,7 @@ pytestmark = pytest.mark.engine
 
 BLOCK, MAX_MODEL_LEN = 8, 256
 DRAFTING, CAUSAL = "linear_spec", "autoregressive"
+UNO_MASK_ID = makers.uno.config["mask_token_id"]
 # Chunks of 80 tokens, and a cache that holds one request of the longest, or two others.
 OPTIONS: dict[str, Any] = {
     "max_model_len": MAX_MODEL_LEN,
@@ -43,13 +42,13 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def agreeing_model() -> Nemotron:
+def agreeing_model(family: str) -> SelfDrafting:
     """Return a model for which some drafts are right, since its tokens have much in common."""
-    model = tiny_nemotron(block_length=BLOCK)
+    model: SelfDrafting = getattr(makers, family)(block_length=BLOCK)
     common = torch.randn(96, generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         model.body.model.embed_tokens.weight += 0.5 * common
-        for _, up in model.lora:
+        for _, up in model.lora.values():
             up *= 0.05
     return model
 
@@ -97,19 +96,25 @@ def expected(model: Any, prompt: Sequence[int], wanted: Any) -> list[int]:
 
 
 @once
-def drafting(model: Any, prompt: Sequence[int], wanted: Any, block_length: int = BLOCK) -> Run:
+def drafting(
+    model: Any,
+    prompt: Sequence[int],
+    wanted: Any,
+    block_length: int = BLOCK,
+    is_uno: bool = False,
+) -> Run:
     """Return the published loop with LoRA on drafts alone, for some tokens more."""
-    return nemotron.linear_spec_generate(
-        model,
-        prompt,
-        max_new_tokens=wanted.max_tokens + 2 * block_length,
-        block_length=block_length,
-        temperature=wanted.temperature,
-        mask_token_id=MASK_ID,
-        sample=sample_of(wanted),
-        # Greedy, as ours are.
-        draft_sample=lambda logits, draws: logits.argmax(-1),
-    )
+    common: dict[str, Any] = {
+        "max_new_tokens": wanted.max_tokens + 2 * block_length,
+        "block_length": block_length,
+        "temperature": wanted.temperature,
+        "sample": sample_of(wanted),
+    }
+    if is_uno:
+        return uno.generate(model, prompt, **common, mask_token_id=UNO_MASK_ID, seed=wanted.seed)
+    # Greedy, as ours are.
+    greedy = {"draft_sample": lambda logits, draws: logits.argmax(-1)}
+    return nemotron.linear_spec_generate(model, prompt, **common, **greedy, mask_token_id=MASK_ID)
 
 
 def accepted(run: Run) -> list[int]:
@@ -138,14 +143,15 @@ def counting(engine: TracedEngine) -> Iterator[list[int]]:
         engine.scheduler.update_from_output = update
 
 
-@pytest.fixture(scope="module")
-def model() -> Nemotron:
-    return agreeing_model()
+@pytest.fixture(scope="module", params=["nemotron", "uno"])
+def model(request: pytest.FixtureRequest) -> SelfDrafting:
+    return agreeing_model(request.param)
 
 
 def ruled(rule: str, **options: Any) -> dict[str, Any]:
-    """Return options of an engine with this rule."""
-    return OPTIONS | {"additional_config": {"diffusion": {"rule": rule}}} | options
+    """Return options of an engine with this rule, and with drafts of :data:`BLOCK` positions."""
+    section = {"rule": rule} | ({"draft_length": BLOCK} if rule == DRAFTING else {})
+    return OPTIONS | {"additional_config": {"diffusion": section}} | options
 
 
 # Each with the scheduler's order.
@@ -156,7 +162,7 @@ causal = pytest.mark.parametrize("engine", [(CAUSAL, False)], indirect=True, ids
 
 @pytest.fixture(scope="module", params=[*DRAFTS, (CAUSAL, False)], ids=str)
 def engine(
-    request: pytest.FixtureRequest, model: Nemotron, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, model: SelfDrafting, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TracedEngine]:
     rule, is_async = request.param
     folder = model.save(tmp_path_factory.mktemp(rule))
@@ -179,7 +185,7 @@ def tokens_of(completions: list[Any]) -> list[list[int]]:
     return [list(completion.token_ids) for completion in completions]
 
 
-def test_tokens(engine: TracedEngine, model: Nemotron) -> None:
+def test_tokens(engine: TracedEngine, model: SelfDrafting) -> None:
     """Chunks, batches, preemptions, temperatures and filters give the causal loop's tokens."""
     lengths = (1, 7, 8, 9, 64, 81, 150, 120)
     prompts = [prompt_of(length, seed=length) for length in lengths]
@@ -199,25 +205,28 @@ def test_tokens(engine: TracedEngine, model: Nemotron) -> None:
     assert engine.preempted
     counts = Counter(found)
     if temperature_of(engine, 1.0):
-        # Whole drafts, parts of them, and none of one.
-        assert counts[1] > 0
+        # Whole drafts, parts of them, and none of one: Uno's second token is certain too.
+        assert min(counts) == (2 if isinstance(model, Uno) else 1)
         assert counts[BLOCK] > 0
         assert len(counts) > 2
 
 
 @drafts
-def test_accepted_counts(engine: TracedEngine, model: Nemotron) -> None:
+def test_accepted_counts(engine: TracedEngine, model: SelfDrafting) -> None:
     """As many tokens of each draft are kept as in the loop, with LoRA in the draft alone."""
     differs = 0
     for seed, temperature in ((3, 0.0), (6, 0.8)):
         prompt, wanted = prompt_of(20, seed=seed), params(temperature=temperature, seed=seed)
-        loop = drafting(model, prompt, wanted)
+        is_uno = isinstance(model, Uno)
+        loop = drafting(model, prompt, wanted, is_uno=is_uno)
         # Which the loop would draft anew where it is a block's first token.
         assert MASK_ID not in loop.tokens
         with counting(engine) as found:
             (completion,) = generate(engine, [prompt], [wanted])
         assert found[:-1] == accepted(loop)[: len(found) - 1]
-        plain = drafting(lambda ids, visible, **_: model(ids, visible), prompt, wanted)
+        plain = drafting(
+            lambda ids, visible, **_: model(ids, visible), prompt, wanted, is_uno=is_uno
+        )
         differs += accepted(plain) != accepted(loop)
         metrics = request_metrics(completion)
         assert metrics is not None
@@ -229,7 +238,7 @@ def test_accepted_counts(engine: TracedEngine, model: Nemotron) -> None:
 
 @pytest.mark.slow
 @drafts
-def test_reload(engine: TracedEngine, model: Nemotron) -> None:
+def test_reload(engine: TracedEngine, model: SelfDrafting) -> None:
     """The adapter acts on drafts as before after weights were loaded anew."""
     engine.llm.collective_rpc("reload_weights")
     engine.llm.reset_prefix_cache()
@@ -237,18 +246,18 @@ def test_reload(engine: TracedEngine, model: Nemotron) -> None:
 
 
 @drafts
-def test_narrow_drafts(engine: TracedEngine, model: Nemotron) -> None:
+def test_narrow_drafts(engine: TracedEngine, model: SelfDrafting) -> None:
     """Shorter drafts of a request change no token."""
     prompt = prompt_of(20, seed=1)
     wanted = params(extra_args={"diffusion_canvas_length": 3})
     with counting(engine) as found:
         (completion,) = generate(engine, [prompt], [wanted])
     assert list(completion.token_ids) == expected(model, prompt, wanted)
-    loop = drafting(model, prompt, wanted, block_length=3)
+    loop = drafting(model, prompt, wanted, block_length=3, is_uno=isinstance(model, Uno))
     assert found[:-1] == accepted(loop)[: len(found) - 1]
 
 
-def test_end_of_the_model_length(engine: TracedEngine, model: Nemotron) -> None:
+def test_end_of_the_model_length(engine: TracedEngine, model: SelfDrafting) -> None:
     """The last drafts are as narrow as the rest of the model's length."""
     prompts = [prompt_of(length, seed=length) for length in (230, 241, 255)]
     wanted = [params(max_tokens=MAX_MODEL_LEN - len(prompt)) for prompt in prompts]
@@ -259,7 +268,7 @@ def test_end_of_the_model_length(engine: TracedEngine, model: Nemotron) -> None:
 
 
 @drafts
-def test_end_tokens(engine: TracedEngine, model: Nemotron) -> None:
+def test_end_tokens(engine: TracedEngine, model: SelfDrafting) -> None:
     """An end token ends the answer where the loop ends it, also within an accepted draft."""
     prompt = prompt_of(33, seed=8)
     whole = expected(model, prompt, params(temperature=0.9, seed=2))
@@ -271,7 +280,7 @@ def test_end_tokens(engine: TracedEngine, model: Nemotron) -> None:
 
 
 @drafts
-def test_min_tokens_and_biases(engine: TracedEngine, model: Nemotron) -> None:
+def test_min_tokens_and_biases(engine: TracedEngine, model: SelfDrafting) -> None:
     """No end comes before ``min_tokens``, and a bias reaches every row."""
     prompt = prompt_of(33, seed=10)
     end, favoured = expected(model, prompt, params())[0], 40
@@ -295,7 +304,7 @@ def test_min_tokens_and_biases(engine: TracedEngine, model: Nemotron) -> None:
 
 
 @drafts
-def test_log_probabilities(engine: TracedEngine, model: Nemotron) -> None:
+def test_log_probabilities(engine: TracedEngine, model: SelfDrafting) -> None:
     """The log-probability of a token is that of the causal row that drew it, at temperature 1."""
     prompts = [prompt_of(length, seed=length) for length in (5, 90)]
     wanted = [params(temperature=t, logprobs=3, seed=3) for t in (0.0, 0.8)]
@@ -313,7 +322,7 @@ def test_log_probabilities(engine: TracedEngine, model: Nemotron) -> None:
 
 
 @drafts
-def test_frames_show_drafts(engine: TracedEngine, model: Nemotron) -> None:
+def test_frames_show_drafts(engine: TracedEngine, model: SelfDrafting) -> None:
     """Each draft is one frame, which begins with the tokens that are emitted of it."""
     prompt = prompt_of(20, seed=6)
     wanted = params(temperature=0.8, seed=6, extra_args=EVERY_FIELD)
@@ -335,7 +344,7 @@ def test_frames_show_drafts(engine: TracedEngine, model: Nemotron) -> None:
 
 
 @causal
-def test_what_canvases_do_not_have(engine: TracedEngine, model: Nemotron) -> None:
+def test_what_canvases_do_not_have(engine: TracedEngine, model: SelfDrafting) -> None:
     """Penalties, prompt log-probabilities and grammars work as in vLLM."""
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -367,19 +376,43 @@ def test_what_canvases_do_not_have(engine: TracedEngine, model: Nemotron) -> Non
     assert re.fullmatch(r"[a-f]{3,9} [0-9]{2}", text)
 
 
+@pytest.mark.parametrize("is_async", SYNCHRONOUS_OFTEN)
+def test_way_of_each_request(is_async: bool, tmp_path: Path) -> None:
+    """Uno's requests choose to be drafted or not, and get the tokens that they get alone; the next
+    turn may choose otherwise, and finds the last one's keys and values.
+    """
+    model = agreeing_model("uno")
+    section = {"rules": "all", "draft_length": BLOCK}
+    options = OPTIONS | {"additional_config": {"diffusion": section}, "async_scheduling": is_async}
+    prompts = [prompt_of(length, seed=length) for length in (7, 64, 81, 150, 120)]
+    ways = [{"extra_args": {"diffusion_rule": way}} for way in (DRAFTING, CAUSAL)]
+    with TracedEngine(model.save(tmp_path), **options) as engine:
+        for turn in range(2):
+            wanted = [
+                params(seed=i, temperature=0.8 * (i % 3), **ways[(i + turn) % 2])
+                for i in range(len(prompts))
+            ]
+            outputs = engine.outputs(prompts, wanted)
+            tokens = tokens_of([output.outputs[0] for output in outputs])
+            assert tokens == [
+                expected(model, prompt, one) for prompt, one in zip(prompts, wanted, strict=True)
+            ]
+            assert turn == 0 or any(output.num_cached_tokens > 0 for output in outputs)
+            prompts = [
+                (prompt + answer + prompt_of(3, seed=turn))[:200]
+                for prompt, answer in zip(prompts, tokens, strict=True)
+            ]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rule", "has_lora"), [(DRAFTING, True), (DRAFTING, False), (CAUSAL, True)]
-)
-def test_two_processes(rule: str, has_lora: bool, model: Nemotron, tmp_path: Path) -> None:
-    """Two processes with half of the heads and of the LoRA's input each give the same tokens."""
+@pytest.mark.parametrize("rule", [DRAFTING, CAUSAL])
+def test_two_processes(rule: str, model: SelfDrafting, tmp_path: Path) -> None:
+    """Two processes with half of the heads and of the LoRA each give the same tokens."""
     prompts = [prompt_of(length, seed=length) for length in (3, 40, 64, 150)]
     names = ("max_tokens", "temperature", "seed", "ignore_eos")
     hot = 0.8 * (rule == DRAFTING)
     wanted = [params(seed=i, temperature=(i % 2) * hot, max_tokens=40) for i in range(4)]
     folder = model.save(tmp_path)
-    if not has_lora:
-        shutil.rmtree(folder / "linear_spec_lora")
     requests = [
         {"prompt": prompt, "params": {name: getattr(one, name) for name in names}}
         for prompt, one in zip(prompts, wanted, strict=True)

@@ -129,7 +129,7 @@ def test_passes_of_diffusion(checkpoint: Path, is_async: bool) -> None:
 @pytest.mark.parametrize("is_async", SYNCHRONOUS_OFTEN)
 def test_masked_model(tmp_path: Path, is_async: bool) -> None:
     """Denoised blocks next to causal tokens and drafts are those of a server of blocks alone."""
-    model = nemotron.agreeing_model()
+    model = nemotron.agreeing_model("nemotron")
     folder = model.save(tmp_path / "model")
     ways = ("reveal", *WAYS[1:])
     prompts = [prompt_of(length, seed=length) for length in (1, 7, 9, 64, 81, 120)]

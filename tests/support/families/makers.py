@@ -349,46 +349,55 @@ llada_moe = Maker(
 )
 
 
-class Nemotron(TinyModel):
-    """Nemotron-Labs-Diffusion: Ministral3 with YaRN, scaled queries and an untied head.
+class SelfDrafting(TinyModel):
+    """A model with a LoRA for its drafts.
 
     Attributes:
-        lora: Per layer ``A`` [r, in] and ``B`` [out, r] of the draft's LoRA on ``o_proj``, and the
-            factor of their product, ``lora_alpha / r``.
+        lora: Per adapted module of the body ``A`` [r, in] and ``B`` [out, r]; the factor of their
+            product is ``lora_alpha / r``.
+        folder: Where a checkpoint has the adapter.
+        targets: Modules that it adapts.
     """
 
-    lora_config: ClassVar[dict[str, Any]] = {
-        "peft_type": "LORA",
-        "target_modules": ["o_proj"],
-        "r": 4,
-        "lora_alpha": 16,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }
+    folder: ClassVar[str]
+    targets: ClassVar[tuple[str, ...]]
+    alpha: ClassVar[int]
+
+    @property
+    def lora_config(self) -> dict[str, Any]:
+        """The content of ``adapter_config.json``."""
+        return {
+            "peft_type": "LORA",
+            "target_modules": list(self.targets),
+            "r": 4,
+            "lora_alpha": self.alpha,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+        }
 
     def randomize(self, seed: int, sharpness: float) -> None:
         """The body's weights, then the LoRA's."""
         super().randomize(seed, sharpness)
         generator, rank = torch.Generator().manual_seed(seed + 1), self.lora_config["r"]
-        self.lora: list[tuple[Tensor, Tensor]] = []
+        self.lora: dict[str, tuple[Tensor, Tensor]] = {}
         self._adapted: Tensor | None = None
-        for layer in self.body.model.layers:
-            projection = layer.self_attn.o_proj
-            out_features, in_features = projection.weight.shape
-            down = torch.randn(rank, in_features, generator=generator) / in_features**0.5
-            up = torch.randn(out_features, rank, generator=generator) / rank**0.5
-            self.lora.append((down, 0.2 * up))
-            projection.register_forward_hook(self._add_lora(len(self.lora) - 1))
+        for name, module in self.body.named_modules():
+            if name.endswith(self.targets):
+                out_features, in_features = module.weight.shape
+                down = torch.randn(rank, in_features, generator=generator) / in_features**0.5
+                up = torch.randn(out_features, rank, generator=generator) / rank**0.5
+                self.lora[name] = (down, 0.2 * up)
+                module.register_forward_hook(self._add_lora(name))
 
-    def _add_lora(self, layer: int) -> Callable[..., Tensor]:
-        scale = self.lora_config["lora_alpha"] / self.lora_config["r"]
+    def _add_lora(self, name: str) -> Callable[..., Tensor]:
+        scale = self.alpha / self.lora_config["r"]
 
         def hook(_: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
             if self._adapted is None:
                 return output
-            down, up = self.lora[layer]
+            down, up = self.lora[name]
             return output + scale * (args[0] @ down.T @ up.T) * self._adapted[:, None]
 
         return hook
@@ -399,19 +408,36 @@ class Nemotron(TinyModel):
         return super().__call__(ids, visible)
 
     def save(self, folder: Path) -> Path:
-        """The checkpoint, and the adapter in ``linear_spec_lora``."""
+        """The checkpoint, and the adapter in its folder."""
         super().save(folder)
-        adapter = folder / "linear_spec_lora"
+        adapter = folder / self.folder
         adapter.mkdir(exist_ok=True)
         (adapter / "adapter_config.json").write_text(json.dumps(self.lora_config, indent=2))
-        tensors: dict[str, Tensor] = {}
-        for layer, (down, up) in enumerate(self.lora):
-            prefix = f"base_model.model.encoder.layers.{layer}.self_attn.o_proj"
-            tensors[f"{prefix}.lora_A.weight"] = down
-            tensors[f"{prefix}.lora_B.weight"] = up
+        halves = {
+            f"{name}.lora_{half}.weight": tensor
+            for name, pair in self.lora.items()
+            for half, tensor in zip("AB", pair, strict=True)
+        }
+        tensors = {f"base_model.model.{name}": one for name, one in self._published(halves).items()}
         save_file(tensors, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
         return folder
 
+
+class Nemotron(SelfDrafting):
+    """Nemotron-Labs-Diffusion: Ministral3 with YaRN, scaled queries and an untied head."""
+
+    folder, targets, alpha = "linear_spec_lora", ("o_proj",), 16
+
+
+class Uno(SelfDrafting):
+    """Qwen3, all of whose projections are adapted in drafts, by the published factor of 16."""
+
+    folder, alpha = "adapter", 64
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+# Uno: the published bundle has SDAR's class; drafts start from tokens before the mask.
+uno = replace(sdar, config=sdar.config | {"mask_token_id": 300}, kind=Uno)
 
 # Nemotron-Labs-Diffusion: its original length is 16, so that scaling acts on short prompts.
 nemotron = Maker(

@@ -9,7 +9,7 @@ plain weights, and the logits of the last committed position give the next token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -167,20 +167,70 @@ def linear_spec_generate(
     sample: Sample = multinomial,
     draft_sample: Sample = multinomial,
 ) -> Run:
-    """Draft a block by diffusion, verify it causally, keep what agrees and one token more.
+    """Draft a block by diffusion, and verify it (:func:`verified`).
 
     A draft starts with the next token, which is already certain, and masks. One pass
-    (bidirectional, with the LoRA) fills all masks. Then one causal pass with the plain weights:
-    position i of the block gives the token at i + 1. As long as the draft agrees its tokens are
-    kept, and the first that the causal pass draws otherwise, or the one after the whole block, is
-    the next token. So what comes out is the autoregressive mode's, token by token; with ``sample``
-    keyed by position it is so at any temperature.
+    (bidirectional, with the LoRA) fills all masks.
+
+    Differs from the publisher's: the thinking budget and a ``threshold`` above 0 are left out;
+    drafts are drawn by ``draft_sample``, a generator of their own.
+    """
+
+    def draft(x: Tensor, token: Tensor, canvas: int) -> tuple[Tensor, int]:
+        start = len(x)
+        block = torch.cat([token, torch.full((block_length - 1,), mask_token_id)])
+        visible = causal_then_block(start, block_length)
+        adapted = torch.arange(start + block_length) >= start
+        masked = block == mask_token_id
+        logits = model(torch.cat([x, block]), visible, adapted=adapted)[start:]
+        draws = block_draws(canvas, 0, range(block_length))
+        drafted = drawn(logits, temperature, draft_sample, draws)
+        return torch.where(masked, drafted, block), int(masked.sum())
+
+    return verified(
+        model,
+        prompt_ids,
+        draft,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        mask_token_id=mask_token_id,
+        eos_token_id=eos_token_id,
+        sample=sample,
+    )
+
+
+def verified(
+    model: Model,
+    prompt_ids: Sequence[int],
+    draft: Callable[[Tensor, Tensor, int], tuple[Tensor, int]],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    mask_token_id: int | None = None,
+    eos_token_id: int | None = None,
+    sample: Sample,
+) -> Run:
+    """Draft a block, verify it causally, keep what agrees and one token more.
+
+    After each draft comes one causal pass with the plain weights: position i of the block gives the
+    token at i + 1. As long as the draft agrees its tokens are kept, and the first that the causal
+    pass draws otherwise, or the one after the whole block, is the next token. So what comes out is
+    the autoregressive mode's, token by token; with ``sample`` keyed by position it is so at any
+    temperature.
 
     What is kept may be up to a block longer than ``max_new_tokens``, which is looked at only
     between blocks.
 
-    Differs from the publisher's: the thinking budget and a ``threshold`` above 0 are left out;
-    drafts are drawn by ``draft_sample``, a generator of their own.
+    Args:
+        model: With the plain weights where no row is adapted.
+        prompt_ids: Token ids.
+        draft: Given the known tokens, the certain one after them and the number of blocks before,
+            returns a block of that token and drafted ones, and how many masks it started from.
+        max_new_tokens: At least so many are wanted.
+        temperature: 0 takes the likeliest token.
+        mask_token_id: Of which the record counts those in a draft.
+        eos_token_id: Ends the answer.
+        sample: Draws a token in each row.
     """
     run = Run()
     x = torch.tensor(prompt_ids, dtype=torch.long)
@@ -190,16 +240,9 @@ def linear_spec_generate(
     canvas = 0
     while len(generated) < max_new_tokens and eos_token_id not in generated:
         start = len(x)
-        block = torch.cat([token, torch.full((block_length - 1,), mask_token_id)])
-        visible = causal_then_block(start, block_length)
-        adapted = torch.arange(start + block_length) >= start
-        masked = block == mask_token_id
-        run.passes.append(Pass("draft", start, int(masked.sum())))
-        logits = model(torch.cat([x, block]), visible, adapted=adapted)[start:]
-        draws = block_draws(canvas, 0, range(block_length))
-        drafted = drawn(logits, temperature, draft_sample, draws)
-        block[masked] = drafted[masked]
-        run.passes.append(Pass("verify", start, int((block == mask_token_id).sum())))
+        block, num_masked = draft(x, token, canvas)
+        run.passes.append(Pass("draft", start, num_masked))
+        run.passes.append(Pass("verify", start, block.tolist().count(mask_token_id)))
         longer = torch.cat([x, block])
         logits = model(longer, causal(len(longer)))[start:]
         said = _next_tokens(logits, start + 1, temperature, sample)

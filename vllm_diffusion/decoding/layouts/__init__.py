@@ -3,6 +3,7 @@
 from vllm_diffusion.decoding.layouts.blocks import (
     AlignedBlock,
     BlockAfterPrompt,
+    CausalDraft,
     FirstTokenBlock,
     ShiftedBlock,
     VerifiedDraft,
@@ -27,6 +28,7 @@ __all__ = [
     "AnswerSizes",
     "BlockAfterPrompt",
     "CanvasLayout",
+    "CausalDraft",
     "FreeCanvas",
     "GrowingSequence",
     "ScheduledRequest",

@@ -264,3 +264,29 @@ class VerifiedDraft(FirstTokenBlock):
         agrees = (canvas[:, 1:] == drawn[:, :-1]) & (position < num_rows[:, None])
         agreed = agrees.to(torch.int32).cumprod(dim=-1, dtype=torch.int32)
         return 1 + agreed.sum(-1, dtype=torch.int32)
+
+
+@dataclass(frozen=True)
+class CausalDraft(VerifiedDraft):
+    """Layout of drafts by causal rows, each of which predicts the token after it.
+
+    So the certain first token's own row draws the second token as without any draft: that one is
+    kept too. A draft's noise is that of the pass that verifies it, where a row that saw the same
+    tokens draws the same one: the more alike two distributions are, the more often they agree.
+    """
+
+    predicts_next = True
+
+    def num_bidirectional(self, num_canvas: Tensor, is_committed: Callable[[], Tensor]) -> Tensor:
+        return torch.zeros_like(num_canvas)
+
+    def shift(self, position: Tensor, first: FirstRows) -> Tensor:
+        # No row is before that of the first position, whose token is certain.
+        return (first.either() | (position == 0)).to(position.dtype)
+
+    def drafted(self, position: Tensor) -> Tensor:
+        return position > 0
+
+    def draws(self, draws: RowDraws, first: FirstRows, drawn_at: Callable[[], Tensor]) -> RowDraws:
+        drawn = super().draws(draws, first, drawn_at)
+        return drawn._replace(request_temperature=draws.request_temperature)

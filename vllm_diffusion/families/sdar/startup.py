@@ -17,9 +17,8 @@ differs:
 Checkpoints of strictly causal weights carry the same architecture and ``model_type``, and would be
 answered wrongly by this loop. They are distinguished by fields and files of their own:
 ``use_regular_causal`` (I-DLM: thuEcstasy/I-DLM at 3342a17, ``configuration_sdar.py``;
-rjagalamari/I-DLM at 0ee56b6, ``relay_model/config.json``), an adapter for drafts in ``adapter/``
-(Uno: ifm-ai/uno at 304b5ae, ``examples/uno_qwen3_8B/README.md``), and block lengths that no SDAR is
-published with.
+rjagalamari/I-DLM at 0ee56b6, ``relay_model/config.json``), and block lengths that no SDAR is
+published with. An adapter for drafts in ``adapter/`` makes it Uno (``families/uno``).
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from vllm_diffusion.decoding.reveal import Reveal
 from vllm_diffusion.startup.engine_config import PublishedRule
 from vllm_diffusion.startup.masked_models import MaskedEngineConfig
 from vllm_diffusion.startup.plugin_settings import OPTION, PluginSettings
-from vllm_diffusion.weights.weight_files import checkpoint_file
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -89,22 +87,17 @@ class SDAREngineConfig(MaskedEngineConfig):
         remedy = (
             f"--hf-overrides '{overrides}' has vLLM serve its weights as an ordinary causal model"
         )
-        sign = None
         if getattr(model_config.hf_config, "use_regular_causal", None):
-            sign = "config.json of the checkpoint has use_regular_causal=true"
-        elif checkpoint_file(model_config, "adapter", "adapter_config.json") is not None:
-            sign = "the checkpoint comes with adapter/adapter_config.json, a LoRA that drafts"
-        if sign is not None:
             raise ValueError(
-                f"{sign}: its weights attend causally (I-DLM, Uno), and SDAR's loop would answer wrongly "
-                f"with them; {remedy}."
+                "config.json of the checkpoint has use_regular_causal=true: its weights attend causally (I-DLM), and "
+                f"SDAR's loop would answer wrongly with them; {remedy}."
             )
         length = model_config.hf_config.canvas_length
         if length not in _PUBLISHED_BLOCK_LENGTHS and settings.rule is None:
             raise ValueError(
                 f"block_size={length} in config.json of the checkpoint is not a length that SDAR is published "
-                f"with ({', '.join(map(str, _PUBLISHED_BLOCK_LENGTHS))}). If it is I-DLM or Uno, whose "
-                f"weights attend causally, {remedy}; if it is an SDAR, set {OPTION} with "
+                f"with ({', '.join(map(str, _PUBLISHED_BLOCK_LENGTHS))}). If it is I-DLM, whose weights attend "
+                f"causally, {remedy}; if it is an SDAR, set {OPTION} with "
                 '"rule": "reveal".'
             )
         return published

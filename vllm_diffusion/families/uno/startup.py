@@ -1,0 +1,109 @@
+"""Uno: an autoregressive model that drafts for itself with a LoRA, and answers as without it.
+
+The draft's pass is causal: the last token, whose row has the plain weights, then random tokens,
+whose rows have the LoRA; each row predicts the token after it. So the first row's token is as
+without a draft, and certain. A second pass, with the plain weights, draws a token in each row of
+the draft; drafted ones are kept up to the first that differs. Both passes draw with the same noise,
+that of the token's position: the tokens are those of drawing one after another, seed by seed.
+
+The adapter is a folder of PEFT's: ``adapter`` next to the weights (s-sahoo/uno-qwen3-8B, whose
+``config.json`` has SDAR's class), or the setting ``draft_adapter``.
+
+Source: ``nano_vllm_uno/engine/two_pass_decoding.py`` and ``noise.py`` of ifm-ai/uno at 9018a5d, the
+linear sampler. It differs:
+
+- There a draft is kept with probability ``p / q``, which gives the same law and other tokens.
+- The second pass has a row more, of the last token, whose keys and values it writes once more; the
+  first has one more random token, which nothing reads.
+- The tree sampler is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from vllm_diffusion.decoding.canvas_spec import CanvasSpec
+from vllm_diffusion.decoding.layouts import CausalDraft
+from vllm_diffusion.decoding.reveal import LinearSpec
+from vllm_diffusion.startup.engine_config import PublishedRule
+from vllm_diffusion.startup.masked_models import MaskedEngineConfig
+from vllm_diffusion.startup.plugin_settings import OPTION, PluginSettings
+from vllm_diffusion.weights.adapters.draft_lora import (
+    DraftLora,
+    log_drafts,
+    look_for_draft_lora,
+    verifies_drafts,
+)
+from vllm_diffusion.weights.adapters.support import adapted_modules
+from vllm_diffusion.weights.checkpoint_tensors import BodyTensors
+
+if TYPE_CHECKING:
+    from vllm.config import DiffusionConfig, ModelConfig, VllmConfig
+
+_BODY = "Qwen3ForCausalLM"
+FOLDER = "adapter"
+# More positions than any publisher's draft has.
+_MOST_POSITIONS = 64
+
+
+def find_draft_lora(model_config: ModelConfig) -> DraftLora:
+    """The adapter of drafts.
+
+    Raises:
+        ValueError: If there is none, or it is not one for this model.
+    """
+    modules = adapted_modules(BodyTensors(_BODY), model_config.hf_config)
+    lora = look_for_draft_lora(model_config, FOLDER, modules)
+    if lora is None:
+        raise ValueError(
+            f"{model_config.model} has no {FOLDER}/adapter_config.json, the LoRA with which Uno drafts; name its "
+            f'folder or repository in {OPTION} with "draft_adapter", or serve the model without drafts with '
+            '"rule": "autoregressive".'
+        )
+    return lora
+
+
+class UnoEngineConfig(MaskedEngineConfig):
+    """The entry of ``UnoQwen3ForCausalLM``."""
+
+    # The published sampler's default: 8 tokens after the certain one.
+    rules = {
+        "linear_spec": PublishedRule(
+            lambda mask_token_id: LinearSpec(), layout=CausalDraft, draft_length=9
+        )
+    }
+    has_autoregressive_mode = True
+    mask_token_id = 151669
+    body = _BODY
+
+    @classmethod
+    def named_length(cls, model_config: ModelConfig) -> tuple[int, str | None]:
+        """Return the most positions of a draft, which no file names."""
+        return _MOST_POSITIONS, None
+
+    @classmethod
+    def apply_stock_defaults(cls, vllm_config: VllmConfig) -> None:
+        # Not the masked families' line on the length of blocks: there are none.
+        super(MaskedEngineConfig, cls).apply_stock_defaults(vllm_config)
+
+    @classmethod
+    def canvas_spec(
+        cls, model_config: ModelConfig, settings: PluginSettings, canvases: DiffusionConfig
+    ) -> CanvasSpec:
+        spec = super().canvas_spec(model_config, settings, canvases)
+        # Trained on tokens before the mask; 0 is left out as there.
+        end = min(spec.mask_token_id or 0, model_config.get_vocab_size())
+        if end < 2:
+            raise ValueError(
+                f"mask_token_id={end} in config.json of the checkpoint must be at least 2: drafts start from "
+                "random tokens before it; correct it, or leave it out."
+            )
+        return replace(spec, mask_token_id=None, noise_tokens=range(1, end))
+
+    @classmethod
+    def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        super().verify_and_update_config(vllm_config)
+        # The workers find it again, and put it on the layers.
+        if verifies_drafts(vllm_config.model_config):
+            log_drafts(vllm_config.model_config, find_draft_lora(vllm_config.model_config), FOLDER)
