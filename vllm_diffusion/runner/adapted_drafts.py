@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm_diffusion.canvas.slots import Phase
 from vllm_diffusion.runner.masked_model import MaskedModel
 from vllm_diffusion.runner.model_state import BlockDiffusionModelState
-from vllm_diffusion.weights.adapters.draft_lora import DraftLora, verifies_drafts
+from vllm_diffusion.startup.draft_lora import DraftLora, verifies_drafts
 
 
 class _AdaptedLinearMethod(LinearMethodBase):

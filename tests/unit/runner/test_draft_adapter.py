@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from vllm_diffusion.runner.adapted_drafts import DraftAdapter
-from vllm_diffusion.weights.adapters.draft_lora import DraftLora
+from vllm_diffusion.startup.draft_lora import DraftLora
 
 pytestmark = pytest.mark.engine
 

@@ -275,6 +275,7 @@ class CausalDraft(VerifiedDraft):
     tokens draws the same one: the more alike two distributions are, the more often they agree.
     """
 
+    summary: ClassVar[str] = "where the known tokens end; causal"
     predicts_next = True
 
     def num_bidirectional(self, num_canvas: Tensor, is_committed: Callable[[], Tensor]) -> Tensor:

@@ -68,10 +68,10 @@ def add_parser(subcommands: Subcommands) -> None:
         type=values.model,
         help="what `vllm serve` takes; default: the tiny target, or for ways the tiny DiffusionGemma",
     )
-    draft = "DFlash drafts, and METHOD=MODEL for other methods of vLLM's, such as eagle3=MODEL"
+    draft = "DFlash drafts, uno=ADAPTER for a Uno's LoRA, and METHOD=MODEL for methods of vLLM's, such as eagle3=MODEL"
     method = (
-        "compare only these: dflash, adaptive (DFlash with as many tokens as pay), ngram, eagle3, draft_model, or another "
-        f"of vLLM's; default: ngram, and those of --draft. Or ways of a diffusion model: {' '.join(WAYS)}. With "
+        "compare only these: dflash, adaptive (DFlash with as many tokens as pay), ngram, uno, eagle3, draft_model, or "
+        f"another of vLLM's; default: ngram, and those of --draft. Or ways of a diffusion model: {' '.join(WAYS)}. With "
         "settings: dflash,steps=2 or linear_spec,draft_length=8"
     )
     concurrency = "requests at a time (default: 1 8; for ways 1 8 32)"

@@ -15,9 +15,11 @@ from vllm_diffusion.drafting.commands.draft_table import DIFFUSION, MIXED
 from vllm_diffusion.drafting.presets import preset_of
 
 DFLASH, ADAPTIVE, NGRAM = "dflash", "adaptive", "ngram"
+# A LoRA with which the target drafts for itself.
+UNO = "uno"
 # vLLM's methods; those of models with heads for it (MTP) have names of their own too, in _mtp.
 METHODS = (
-    *(DFLASH, ADAPTIVE, NGRAM, "eagle3", "draft_model"),
+    *(DFLASH, ADAPTIVE, NGRAM, UNO, "eagle3", "draft_model"),
     *("dspark", "eagle", "mtp", "ngram_gpu", "suffix"),
 )
 # Ways of a diffusion model, in the order of the tables; the first two answer alike.
@@ -118,6 +120,8 @@ def contenders(methods: Sequence[Method], given: Sequence[tuple[str, str]]) -> l
                 options = _dflash_options(model, settings)
             elif name == ADAPTIVE:
                 options = _dflash_options(model, {"adaptive": True, **settings})
+            elif name == UNO:
+                options = _uno_options(model, settings)
             else:
                 config = {"method": name, "num_speculative_tokens": _NUM_DRAFTS}
                 config |= {"model": model} if model else {}
@@ -163,6 +167,19 @@ def _dflash_options(model: str, settings: dict[str, Any]) -> tuple[str, ...]:
     if settings:
         options += ["--additional-config", json.dumps({"drafting": settings})]
     return tuple(options)
+
+
+def _uno_options(adapter: str, settings: dict[str, Any]) -> tuple[str, ...]:
+    """Return options of ``vllm serve`` for a target that drafts for itself.
+
+    Args:
+        adapter: The LoRA of its drafts.
+        settings: Content of ``additional_config["diffusion"]``.
+    """
+    overrides = {"architectures": ["UnoQwen3ForCausalLM"]}
+    section = {"draft_adapter": adapter, **settings}
+    chosen = ("--additional-config", json.dumps({"diffusion": section}))
+    return ("--hf-overrides", json.dumps(overrides), *chosen)
 
 
 def draft_config(model: str) -> dict[str, Any]:

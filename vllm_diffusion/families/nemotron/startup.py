@@ -35,15 +35,15 @@ from transformers import Ministral3Config
 from vllm_diffusion.decoding.layouts import FirstTokenBlock, VerifiedDraft
 from vllm_diffusion.decoding.reveal import LinearSpec, Reveal
 from vllm_diffusion.decoding.rule import AUTOREGRESSIVE, FLOAT32_MAX, Setting
-from vllm_diffusion.startup.engine_config import PublishedRule
-from vllm_diffusion.startup.masked_models import MaskedEngineConfig
-from vllm_diffusion.startup.plugin_settings import OPTION
-from vllm_diffusion.weights.adapters.draft_lora import (
+from vllm_diffusion.startup.draft_lora import (
     DraftLora,
     log_drafts,
     look_for_draft_lora,
     verifies_drafts,
 )
+from vllm_diffusion.startup.engine_config import PublishedRule
+from vllm_diffusion.startup.masked_models import MaskedEngineConfig
+from vllm_diffusion.startup.plugin_settings import OPTION
 from vllm_diffusion.weights.adapters.support import Module
 from vllm_diffusion.weights.checkpoint_tensors import BodyTensors, CheckpointTensors
 

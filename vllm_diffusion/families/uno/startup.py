@@ -26,15 +26,15 @@ from typing import TYPE_CHECKING
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.layouts import CausalDraft
 from vllm_diffusion.decoding.reveal import LinearSpec
-from vllm_diffusion.startup.engine_config import PublishedRule
-from vllm_diffusion.startup.masked_models import MaskedEngineConfig
-from vllm_diffusion.startup.plugin_settings import OPTION, PluginSettings
-from vllm_diffusion.weights.adapters.draft_lora import (
+from vllm_diffusion.startup.draft_lora import (
     DraftLora,
     log_drafts,
     look_for_draft_lora,
     verifies_drafts,
 )
+from vllm_diffusion.startup.engine_config import PublishedRule
+from vllm_diffusion.startup.masked_models import MaskedEngineConfig
+from vllm_diffusion.startup.plugin_settings import OPTION, PluginSettings
 from vllm_diffusion.weights.adapters.support import adapted_modules
 from vllm_diffusion.weights.checkpoint_tensors import BodyTensors
 
@@ -67,14 +67,14 @@ def find_draft_lora(model_config: ModelConfig) -> DraftLora:
 class UnoEngineConfig(MaskedEngineConfig):
     """The entry of ``UnoQwen3ForCausalLM``."""
 
-    # The published sampler's default: 8 tokens after the certain one.
-    rules = {
-        "linear_spec": PublishedRule(
-            lambda mask_token_id: LinearSpec(), layout=CausalDraft, draft_length=9
-        )
-    }
     has_autoregressive_mode = True
     mask_token_id = 151669
+    # The published sampler's default: 8 tokens after the certain one.
+    block_length = 9
+    layout = CausalDraft
+    rules = {
+        "linear_spec": PublishedRule(lambda mask_token_id: LinearSpec(), draft_length=block_length)
+    }
     body = _BODY
 
     @classmethod

@@ -211,21 +211,25 @@ def test_given_drafts(tmp_path: Path) -> None:
 
 
 def test_settings_of_methods(tmp_path: Path) -> None:
-    """A method's settings go where its server reads them: to ``drafting`` for DFlash, otherwise to
-    the speculative configuration.
+    """A method's settings go where its server reads them: to ``drafting`` for DFlash, to
+    ``diffusion`` for Uno, otherwise to the speculative configuration.
     """
     (tmp_path / "config.json").write_text('{"block_size": 8}')
     texts = (
         "dflash",
         "dflash,steps=2,order=position",
         "adaptive",
+        "uno,draft_length=17",
         "ngram,num_speculative_tokens=8",
     )
     methods = [contenders.named_method(each) for each in texts]
-    plain, passes, adaptive, ngram = contenders.contenders(
-        [*methods, methods[0]], [("dflash", str(tmp_path))]
+    plain, passes, adaptive, uno, ngram = contenders.contenders(
+        [*methods, methods[0]], [("dflash", str(tmp_path)), ("uno", "a/uno")]
     )[1:]
     assert plain.options == passes.options[:2]
     assert json.loads(passes.options[3]) == {"drafting": {"steps": 2, "order": "position"}}
     assert json.loads(adaptive.options[3]) == {"drafting": {"adaptive": True}}
+    assert json.loads(uno.options[1]) == {"architectures": ["UnoQwen3ForCausalLM"]}
+    section = {"draft_adapter": "a/uno", "draft_length": 17}
+    assert json.loads(uno.options[3]) == {"diffusion": section}
     assert json.loads(ngram.options[1])["num_speculative_tokens"] == 8
