@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 
 from tests.support.engines.engine import TracedEngine
+from tests.support.families import makers as tiny
 from tests.support.families.llada2_model import llada2, llada2_2
 from tests.support.families.model import MASK_ID, prompt_of
 from tests.support.models.checkpoints import SHIPPED
@@ -139,6 +141,15 @@ def test_a_rule_that_edits(
     assert request_metrics(answer).accepted_prediction_tokens == 60
     assert length < 60
     assert MASK_ID not in answer.token_ids
+
+
+def test_a_family_that_cannot_revise(tmp_path: Path) -> None:
+    """SDAR, whose revealed tokens are final, refuses a prediction by name."""
+    with TracedEngine(tiny.sdar(block_length=16).save(tmp_path)) as engine:
+        wanted = SamplingParams(max_tokens=8, extra_args={"diffusion_prediction": "a text"})
+        with pytest.raises(VLLMValidationError, match="cannot revise") as refused:
+            engine.outputs([prompt_of(5, seed=1)], [wanted])
+        assert refused.value.parameter == "diffusion_prediction"
 
 
 def test_forms(shipped: TracedEngine) -> None:
