@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -175,42 +175,10 @@ def test_tokens_of_a_dense_model(tmp_path: Path) -> None:
     check_answers(sdar, tmp_path, [*TWO_ENGINES, "--api-server-count", "2"], expected)
 
 
-@dataclass(frozen=True)
-class Experts:
-    """A checkpoint with experts, and what one engine answers.
-
-    Attributes:
-        checkpoint: Its folder.
-        options: That it needs.
-        chosen: The requests that its family takes.
-        expected: Their tokens.
-    """
-
-    checkpoint: Path
-    options: tuple[str, ...]
-    chosen: list[int]
-    expected: list[Tokens]
-
-
-@pytest.fixture(scope="module")
-def experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Experts:
-    """Return a checkpoint of another family, or the shipped one with quantized experts."""
-    name, folder = request.param, tmp_path_factory.mktemp("experts")
-    options: tuple[str, ...] = ()
-    if name in CASES:
-        checkpoint = CASES[name].make().save(folder / name)
-        options = ("--max-model-len", "256")
-    else:
-        checkpoint = quantized_checkpoint(folder / name, name)
-    with start_server(checkpoint, folder / "one.log", *options) as running:
-        taken = [i for i in ALL if running.post(*seeded_request(i)).status_code == 200]
-        return Experts(checkpoint, options, taken, answers_alone(running, taken))
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
-    ("experts", "layout"),
+    ("name", "layout"),
     [
         (name, layout)
         for name in ("sdar-moe", "llada2.2", "fp8-dynamic", "nvfp4")
@@ -219,13 +187,23 @@ def experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         # to other numbers (docs/operate/scaling.md).
         if layout == "--data-parallel-size" or name not in ("fp8-dynamic", "nvfp4")
     ],
-    indirect=["experts"],
 )
-def test_tokens_of_experts(layout: str, experts: Experts, tmp_path: Path) -> None:
-    """Engines or ranks with half of the experts each give the same tokens."""
-    assert len(experts.chosen) >= 13
-    options = (*experts.options, layout, "2", "--enable-expert-parallel")
-    check_answers(experts.checkpoint, tmp_path, options, experts.expected, experts.chosen)
+def test_tokens_of_experts(name: str, layout: str, tmp_path: Path) -> None:
+    """Engines or ranks with half of the experts of another family, or of quantized ones, give the
+    tokens of one engine to the requests that its family takes.
+    """
+    options: tuple[str, ...] = ()
+    if name in CASES:
+        checkpoint = CASES[name].make().save(tmp_path / name)
+        options = ("--max-model-len", "256")
+    else:
+        checkpoint = quantized_checkpoint(tmp_path / name, name)
+    with start_server(checkpoint, tmp_path / "one.log", *options) as running:
+        taken = [i for i in ALL if running.post(*seeded_request(i)).status_code == 200]
+        assert len(taken) >= 13
+        expected = answers_alone(running, taken)
+    options = (*options, layout, "2", "--enable-expert-parallel")
+    check_answers(checkpoint, tmp_path, options, expected, taken)
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import json
 import sys
 from typing import Any
 
-import openai
 import pytest
 
 from tests.end_to_end.test_requests_page import blocks, run
@@ -55,17 +54,6 @@ def test_all_that_follows_a_cursor(path: str, server: Server) -> None:
         for name, value in server.post(path, ASKED | {"suffix": ""}).json()["usage"].items()
         if value is not None
     }
-
-
-def test_a_chat_has_no_suffix(server: Server) -> None:
-    """The suffix of a chat, which would be ignored, is refused."""
-    messages = [{"role": "user", "content": "What is 7+8?"}]
-    with pytest.raises(openai.BadRequestError, match=r"/v1/completions"):
-        server.client().chat.completions.create(
-            model=MODEL, messages=messages, extra_body={"suffix": "!"}
-        )
-    same = server.client().completions.create(**ASKED | {"suffix": ""})
-    assert same.choices[0].finish_reason
 
 
 def test_the_page_runs(server: Server) -> None:

@@ -61,14 +61,6 @@ ENDS = (1, 6, 14)
 # However much the model wants to end its answer within a thought, and then to call.
 EAGER = {str(token): 100 for token in ENDS} | {str(TOKENS["<|tool_call>"]): 90}
 CALLS: dict[str, dict[str, Any]] = {
-    "required": {"tool_choice": "required", "parallel_tool_calls": False},
-    "named": {"tool_choice": NAMED},
-    "required after thinking": {
-        "tool_choice": "required",
-        "parallel_tool_calls": False,
-        "logit_bias": EAGER,
-        "extra_body": THINKING,
-    },
     "named after thinking": {"tool_choice": NAMED, "logit_bias": EAGER, "extra_body": THINKING},
     # The model begins the call by itself, as one that was trained on calls would.
     "auto": {
@@ -97,35 +89,28 @@ def test_calls(served: tuple[str, Server], name: str) -> None:
     jsonschema.validate(json.loads(arguments), function["parameters"])
 
 
-def test_decisions(served: tuple[str, Server]) -> None:
-    """Decisions are read from the next token without canvases, and refused for drafts."""
+@pytest.mark.parametrize("path", ["/v1/decisions", "/v1/systemone"])
+def test_decisions(served: tuple[str, Server], path: str) -> None:
+    """Decisions are read from the next token without canvases; ``joint`` and drafts are refused."""
     rule, server = served
-    body = {"input": "The sky is blue.", "questions": QUESTIONS}
-    response = server.post("/v1/decisions", body)
-    if rule == "linear_spec":
-        assert response.status_code == 400
-        return
-    assert response.status_code == 200, response.text
-    predicate, *others = response.json()["answers"]
-    assert 0.0 <= predicate["probability"] <= 1.0
-    for answer in others:
-        assert sum(item["probability"] for item in answer["probabilities"]) == pytest.approx(1.0)
-
-
-def test_system_one(served: tuple[str, Server]) -> None:
-    """The other form of decisions is read from the next token; ``joint`` and drafts are refused."""
-    rule, server = served
-    questions = {**SYSTEM_ONE, "letters": letters(26)}
-    body = {"state": STATE, "questions": questions}
-    response = server.post("/v1/systemone", body)
-    joint = server.post("/v1/systemone", {**body, "joint": True})
+    bodies = {
+        "/v1/decisions": {"input": "The sky is blue.", "questions": QUESTIONS},
+        "/v1/systemone": {"state": STATE, "questions": {**SYSTEM_ONE, "letters": letters(26)}},
+    }
+    response = server.post(path, bodies[path])
+    joint = server.post(path, {**bodies[path], "joint": True})
     assert joint.status_code == 400, joint.text
     if rule == "linear_spec":
         assert response.status_code == 400
         return
     assert response.status_code == 200, response.text
     assert "joint" in joint.json()["error"]["message"]
-    whole = response.json()
-    for name in questions:
-        assert sum(whole["answers"][name]["probabilities"].values()) == pytest.approx(1.0)
-        assert 0.0 < whole["diagnostics"][name]["label_mass"] <= 1.0 + 1e-5
+    answers = response.json()["answers"]
+    if path == "/v1/decisions":
+        for answer in answers[1:]:
+            likely = [item["probability"] for item in answer["probabilities"]]
+            assert sum(likely) == pytest.approx(1.0)
+        return
+    for name, answer in answers.items():
+        assert sum(answer["probabilities"].values()) == pytest.approx(1.0)
+        assert 0.0 < response.json()["diagnostics"][name]["label_mass"] <= 1.0 + 1e-5

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import importlib
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,10 @@ from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.integration.test_parity import denoising
 from tests.integration.test_quantized import divergence, perturbed_first_step
 from tests.robustness.serve_options import configure
 from tests.support.doubles.graphs import emulated_capture
-from tests.support.engines.engine import TracedEngine
+from tests.support.engines.engine import SYNCHRONOUS_OFTEN, TracedEngine
 from tests.support.engines.generate import run_engine, small_engine
 from tests.support.families.mineru_model import picture
 from tests.support.models.adapters import (
@@ -78,6 +78,8 @@ class Served:
                 adapt(oracle.model, folder / name, seed=i, **config)
             oracle.model.eval()
             self.requests[name] = LoRARequest(name, i + 1, str(folder / name))
+            # Loaded again, by the name under which it is known already.
+            self.requests[f"{name} again"] = LoRARequest(name, i + 101, str(folder / name))
         defaults = {"max_loras": 3, "max_lora_rank": 8, "max_logprobs": 5}
         self.engine = TracedEngine(checkpoint, enable_lora=True, **(defaults | options))
 
@@ -94,16 +96,27 @@ class Served:
         return [list(output.outputs[0].token_ids) for output in self.outputs(*args)]
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    served = Served(tmp_path_factory.mktemp("adapters"))
-    yield served
-    served.engine.close()
+@contextmanager
+def serving(folder: Path, **options: Any) -> Iterator[Served]:
+    """Run an engine with adapters."""
+    served = Served(folder, **options)
+    try:
+        yield served
+    finally:
+        served.engine.close()
+
+
+@pytest.fixture(scope="module", params=SYNCHRONOUS_OFTEN)
+def served(request, tmp_path_factory):
+    # A pass holds no prompt of the longest kind.
+    options = {"async_scheduling": request.param, "max_num_batched_tokens": 4 * CANVAS}
+    with serving(tmp_path_factory.mktemp("adapters"), **options) as running:
+        yield running
 
 
 # Two of a canvas's length, one after the other: the rows of the second's prompt are the first's
 # canvas.
-PROMPTS = {"a canvas": (CANVAS, 1), "again": (CANVAS, 2), "longer": (90, 3)}
+PROMPTS = {"a canvas": (CANVAS, 1), "again": (CANVAS, 2), "two chunks": (150, 3)}
 
 
 @pytest.mark.parametrize(
@@ -113,7 +126,7 @@ PROMPTS = {"a canvas": (CANVAS, 1), "again": (CANVAS, 2), "longer": (90, 3)}
             name,
             prompt,
             marks=()
-            if name in ("everything", "shared", None) or prompt == "longer"
+            if name in ("everything", "shared", None) or prompt == "two chunks"
             else pytest.mark.slow,
         )
         for name in (*ADAPTERS, None)
@@ -123,10 +136,7 @@ PROMPTS = {"a canvas": (CANVAS, 1), "again": (CANVAS, 2), "longer": (90, 3)}
 def test_logits_and_tokens(served, name, prompt):
     """Each step of two canvases, the second on the encoded first, has PEFT's logits."""
     length, seed = PROMPTS[prompt]
-    check_parity(served, name, prompt_of(length, seed=seed))
-
-
-def check_parity(served: Served, name: str | None, prompt: list[int]) -> None:
+    prompt = prompt_of(length, seed=seed)
     run = served.oracles[name].generate(prompt, seed=7, max_tokens=2 * CANVAS, ignore_eos=True)
     with served.engine.recording() as steps:
         (tokens,) = served.tokens([(name, prompt, {"seed": 7})])
@@ -139,24 +149,6 @@ def check_parity(served: Served, name: str | None, prompt: list[int]) -> None:
         assert torch.equal(ours.canvas, canvas)
         assert (ours.logits - logits).abs().max() <= LOGIT_TOLERANCE
     assert tokens == run.tokens
-
-
-@pytest.mark.slow
-def test_long_prompts_in_chunks(served):
-    """Prompts that are encoded in several passes next to canvases give PEFT's tokens."""
-    budget = served.engine.scheduler.max_num_scheduled_tokens
-    served.engine.scheduler.max_num_scheduled_tokens = 2 * CANVAS
-    try:
-        prompts = [prompt_of(length, seed=length) for length in (130, 20, 101)]
-        names = ["everything", "encoder", "decoder"]
-        found = served.tokens(
-            [(name, prompt, {"seed": 3}) for name, prompt in zip(names, prompts, strict=True)]
-        )
-    finally:
-        served.engine.scheduler.max_num_scheduled_tokens = budget
-    for name, prompt, tokens in zip(names, prompts, found, strict=True):
-        run = served.oracles[name].generate(prompt, seed=3, max_tokens=2 * CANVAS, ignore_eos=True)
-        assert tokens == run.tokens
 
 
 def various(served: Served) -> list[tuple[str | None, list[int], dict[str, Any]]]:
@@ -172,12 +164,16 @@ def various(served: Served) -> list[tuple[str | None, list[int], dict[str, Any]]
             {"seed": 4, "ignore_eos": False, "structured_outputs": regex},
         ),
         ("encoder", prompt_of(70, seed=5), {"seed": 5, "extra_args": {"diffusion_step_map": True}}),
+        ("everything again", prompt_of(90, seed=3), {"seed": 3}),
+        ("everything", prompt_of(90, seed=3), {"seed": 3}),
         (None, prompt_of(17, seed=1), {"seed": 1, "logprobs": 2}),
     ]
 
 
 def test_alone_and_in_company(served):
-    """Base and three adapters give the same tokens in one batch and one after another."""
+    """Base and three adapters give the same tokens in one batch and one after another, and an
+    adapter that is loaded again acts on requests of both its first and second load.
+    """
     wanted = various(served)
     alone = [served.outputs([one])[0] for one in wanted]
     together = served.outputs(wanted)
@@ -190,22 +186,7 @@ def test_alone_and_in_company(served):
                 expected = {token: pytest.approx(one.logprob, abs=1e-4) for token, one in a.items()}
                 assert {token: one.logprob for token, one in b.items()} == expected
     assert alone[0].outputs[0].token_ids != alone[-1].outputs[0].token_ids
-
-
-@pytest.mark.slow
-def test_loaded_again_under_its_name(served):
-    """An adapter that is loaded again acts on requests of both its first and second load."""
-    wanted = [("everything", prompt_of(50, seed=12), {"seed": seed}) for seed in (5, 6)]
-    expected = [served.tokens([one])[0] for one in wanted]
-    first = served.requests["everything"]
-    again = LoRARequest(first.lora_name, 100, first.lora_path)
-    params = {"max_tokens": 2 * CANVAS, "ignore_eos": True}
-    outputs = served.engine.outputs(
-        [prompt for _, prompt, _ in wanted],
-        [served.engine.sampling_params(**(params | own)) for *_, own in wanted],
-        lora_request=[first, again],
-    )
-    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+    assert alone[-3].outputs[0].token_ids == alone[-2].outputs[0].token_ids
 
 
 def test_prefix_cache(served):
@@ -255,55 +236,28 @@ def test_bad_adapter(served, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_asynchronous_order(tmp_path):
-    """Adapters are right where only the device knows which canvases are encoded."""
-    served = Served(tmp_path, async_scheduling=True)
-    try:
-        for name in (*ADAPTERS, None):
-            check_parity(served, name, prompt_of(CANVAS, seed=1))
-            check_parity(served, name, prompt_of(70, seed=2))
-        wanted = various(served)
-        assert served.tokens(wanted) == [served.tokens([one])[0] for one in wanted]
-    finally:
-        served.engine.close()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_images(tmp_path):
     """The tower has no adapter, and a picture's rows are read with the encoder's part."""
     from transformers import AutoProcessor
 
-    served = Served(tmp_path, limit_mm_per_prompt={"image": 1, "video": 0, "audio": 0})
-    processor = AutoProcessor.from_pretrained(tmp_path / "checkpoint")
-    content = [{"type": "image"}, {"type": "text", "text": "What is in the picture?"}]
-    text = processor.apply_chat_template(
-        [{"role": "user", "content": content}], add_generation_prompt=True
-    )
-    image, names = picture(96, 96, 1), [*ADAPTERS, None]
-    inputs = processor(text=text, images=[image], return_tensors="pt")
-    prompt = inputs.pop("input_ids")[0].tolist()
-    inputs.pop("attention_mask", None)
-    params = {"seed": 5, "max_tokens": CANVAS, "ignore_eos": True}
-    runs = [served.oracles[name].generate(prompt, **params, **inputs) for name in names]
-    try:
-        generate = partial(
-            served.engine.llm.generate,
-            sampling_params=served.engine.sampling_params(**params),
+    with serving(tmp_path, limit_mm_per_prompt={"image": 1, "video": 0, "audio": 0}) as served:
+        processor = AutoProcessor.from_pretrained(tmp_path / "checkpoint")
+        content = [{"type": "image"}, {"type": "text", "text": "What is in the picture?"}]
+        text = processor.apply_chat_template(
+            [{"role": "user", "content": content}], add_generation_prompt=True
+        )
+        image, names = picture(96, 96, 1), [*ADAPTERS, None]
+        inputs = processor(text=text, images=[image], return_tensors="pt")
+        prompt = inputs.pop("input_ids")[0].tolist()
+        inputs.pop("attention_mask", None)
+        params = {"seed": 5, "max_tokens": CANVAS, "ignore_eos": True}
+        runs = [served.oracles[name].generate(prompt, **params, **inputs) for name in names]
+        outputs = served.engine.llm.generate(
+            [{"prompt": text, "multi_modal_data": {"image": image}}] * len(names),
+            served.engine.sampling_params(**params),
             use_tqdm=False,
+            lora_request=[served.requests[name] for name in names],
         )
-        asked = {"prompt": text, "multi_modal_data": {"image": image}}
-        for name, run in zip(names, runs, strict=True):
-            with served.engine.recording() as steps:
-                (output,) = generate([asked], lora_request=served.requests[name])
-            for ours, logits in zip(denoising(steps), run.logits, strict=True):
-                assert (ours.logits - logits).abs().max() <= LOGIT_TOLERANCE
-            assert list(output.outputs[0].token_ids) == run.tokens
-        outputs = generate(
-            [asked] * len(names), lora_request=[served.requests[name] for name in names]
-        )
-    finally:
-        served.engine.close()
     assert [list(output.outputs[0].token_ids) for output in outputs] == [run.tokens for run in runs]
 
 
@@ -360,47 +314,34 @@ def separate_parts(oracle: QuantizedOracle) -> QuantizedOracle:
 @pytest.mark.timeout(900)
 def test_sleep_and_new_weights(tmp_path):
     """Adapters are unchanged after a sleep, and act on new weights."""
-    served = Served(tmp_path, enable_sleep_mode=True)
-    llm = served.engine.llm
-    prompt = prompt_of(60, seed=1)
-    params = {"max_tokens": 2 * CANVAS, "ignore_eos": True}
-    names = ["everything", "decoder", None]
+    prompt, names = prompt_of(60, seed=1), ["everything", "decoder", None]
+    params = {"seed": 7, "max_tokens": 2 * CANVAS, "ignore_eos": True}
+    with serving(tmp_path, enable_sleep_mode=True) as served:
+        llm = served.engine.llm
 
-    def check() -> None:
-        found = served.tokens([(name, prompt, {"seed": 7}) for name in names])
-        for name, tokens in zip(names, found, strict=True):
-            run = served.oracles[name].generate(prompt, seed=7, **params)
-            assert tokens == run.tokens, name
+        def check() -> list[list[int]]:
+            found = served.tokens([(name, prompt, {"seed": 7}) for name in names])
+            assert found == [
+                served.oracles[name].generate(prompt, **params).tokens for name in names
+            ]
+            return found
 
-    def reload(path: Path) -> None:
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
-
-    try:
-        check()
+        before = check()
         llm.sleep(level=1)
         llm.wake_up()
-        check()
+        assert check() == before
+        changed = random_checkpoint(tmp_path / "changed", seed=1, **STEPS)
+        served.oracles = {name: Oracle(changed) for name in names}
+        for i, name in enumerate(ADAPTERS):
+            if name in names:
+                model = served.oracles[name].model
+                adapt(model, tmp_path / "again", seed=i, **ADAPTERS[name])
+                model.eval()
         llm.sleep(level=2)
         llm.wake_up(tags=["weights"])
-        reload(tmp_path / "checkpoint")
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(changed)})
         llm.wake_up(tags=["kv_cache"])
-        check()
-        changed = random_checkpoint(tmp_path / "changed", seed=1, **STEPS)
-        before = {name: served.oracles[name].generate(prompt, seed=7, **params) for name in names}
-        for i, name in enumerate([*ADAPTERS, None]):
-            if name not in names:
-                continue
-            oracle = served.oracles[name] = Oracle(changed)
-            if name is not None:
-                adapt(oracle.model, tmp_path / "again", seed=i, **ADAPTERS[name])
-                oracle.model.eval()
-        reload(changed)
-        llm.reset_prefix_cache()
-        check()
-        for name in names:
-            assert served.oracles[name].generate(prompt, seed=7, **params) != before[name]
-    finally:
-        served.engine.close()
+        assert all(old != new for old, new in zip(before, check(), strict=True))
 
 
 @pytest.mark.slow
@@ -414,6 +355,7 @@ def test_sleep_and_new_weights(tmp_path):
     ],
     ids=lambda layout: " ".join(layout),
 )
+@pytest.mark.parametrize("served", [False], indirect=True, ids=["synchronous"])
 def test_two_ranks(served, layout):
     """Two ranks with parts of the layers and adapters give PEFT's tokens."""
     # On a CPU experts are refused where their matrices are cut in another way than themselves.

@@ -1,7 +1,6 @@
 """Tests of every sampling parameter in every way of decoding, on this machine's platform.
 
-A parameter that a way does not have is refused by name; with any other the engine answers and lives
-on.
+With each that a way has the engine answers and lives on.
 """
 
 from __future__ import annotations
@@ -191,17 +190,3 @@ def test_constraints_of_each_back_end(served: Served, temperature: float) -> Non
             (answer,) = output.outputs
             assert answer.finish_reason == "stop", name
             assert re.fullmatch(CONSTRAINTS[name][1], answer.text), (name, answer.text)
-
-
-@pytest.mark.slow
-def test_alone(served: Served) -> None:
-    """Each parameter gets alone what it gets in a batch, or is refused by name."""
-    from vllm.exceptions import VLLMValidationError
-
-    together = served.ask(*(name for name in PARAMETERS if name not in served.way.refused))
-    for name in PARAMETERS:
-        if name in served.way.refused:
-            with pytest.raises(VLLMValidationError, match=name):
-                served.ask(name)
-            continue
-        assert tokens_of(served.ask(name)[name]) == tokens_of(together[name]), name

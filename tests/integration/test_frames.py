@@ -111,13 +111,20 @@ def test_frames_end_as_the_answer(engine: TracedEngine, prompts: list[list[int]]
     assert max(num_canvases) >= 3
 
 
-def test_entropy(engine: TracedEngine, prompts: list[list[int]]) -> None:
-    """The entropy is in nats, of the pass's logits at the schedule's temperature."""
+def test_entropy_and_trace(engine: TracedEngine, prompts: list[list[int]]) -> None:
+    """The entropy is in nats, of the pass's logits at the schedule's temperature, and a trace has
+    what each pass began from, canvas by canvas.
+    """
     with engine.recording() as passes:
-        watched = Watched(engine.llm, prompts[:1], [params_of({"max_tokens": 20}, EVERY_FIELD)])
+        watched = Watched(engine.llm, prompts[2:3], [params_of({}, EVERY_FIELD)])
+    (completion,) = watched.outputs[0].outputs
     frames = [frame for canvas in watched.canvases(0) for frame in canvas]
     # An asynchronous pass of a canvas that nobody wanted any more may follow.
     records = [record for record in passes if not record.encoding][: len(frames)]
+    traced = [row for rows in completion.diffusion_trace for row in rows[:-1]]
+    assert traced == [record.canvas.tolist() for record in records]
+    committed = [token for rows in completion.diffusion_trace for token in rows[-1]]
+    assert committed[: len(completion.token_ids)] == list(completion.token_ids)
     spec = engine.state.spec
     t_min, t_max = spec.settings["t_min"], spec.settings["t_max"]
     for frame, record in zip(frames, records, strict=True):
@@ -126,22 +133,6 @@ def test_entropy(engine: TracedEngine, prompts: list[list[int]]) -> None:
         logprobs = (record.logits.double() / temperature).log_softmax(-1)
         entropy = -(logprobs.exp() * logprobs).nansum(-1)
         assert frame.entropy == pytest.approx(entropy.tolist(), abs=2e-4)
-
-
-def test_trace(engine: TracedEngine, prompts: list[list[int]]) -> None:
-    """A trace has the start of every pass, canvas by canvas, and is absent unless requested."""
-    for prompt in prompts[:3]:
-        with engine.recording() as passes:
-            params = params_of({"temperature": 1.3}, {"diffusion_trace": True})
-            output = engine.llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
-        completion = output[0].outputs[0]
-        assert not hasattr(completion, "diffusion_step_map")
-        began_from = [record.canvas.tolist() for record in passes if not record.encoding]
-        traced = [row for rows in completion.diffusion_trace for row in rows[:-1]]
-        # An asynchronous pass of a canvas that nobody wanted any more may follow.
-        assert traced == began_from[: len(traced)]
-        committed = [token for rows in completion.diffusion_trace for token in rows[-1]]
-        assert committed[: len(completion.token_ids)] == list(completion.token_ids)
 
 
 def test_interval_and_fields(engine: TracedEngine, prompts: list[list[int]]) -> None:
@@ -154,6 +145,8 @@ def test_interval_and_fields(engine: TracedEngine, prompts: list[list[int]]) -> 
         assert all(frame.token_ids is None and frame.entropy is None for frame in canvas)
         assert all(frame.kept for frame in canvas)
     assert not watched.step_maps
+    for name in ("diffusion_trace", "diffusion_step_map"):
+        assert not hasattr(watched.outputs[0].outputs[0], name)
 
 
 def test_nobody_watches(engine: TracedEngine) -> None:

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import pytest
-from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.support.engines.engine import TracedEngine
@@ -135,15 +134,3 @@ def test_pins_that_a_constraint_does_not_allow(
     assert (regex.finish_reason, regex.stop_reason) == ("error", f"structured_outputs {reason}")
     assert (words.finish_reason, words.stop_reason) == ("error", f"bad_words {reason}")
     assert free.finish_reason == "stop"
-
-
-def test_pins_that_are_not_among_the_allowed_ids(engine: TracedEngine, prompt: list[int]) -> None:
-    """A pinned token that is not in ``allowed_token_ids`` is refused by name."""
-    params = engine.sampling_params(
-        max_tokens=CANVAS, allowed_token_ids=[40, 41], extra_args=pins({0: 40, 7: 99})
-    )
-    with pytest.raises(VLLMValidationError, match="diffusion_pinned.*holds token 99 at position 7"):
-        engine.outputs([prompt], params)
-    params.allowed_token_ids = [40, 41, 99]
-    answer = engine.outputs([prompt], params)[0].outputs[0].token_ids
-    assert (answer[0], answer[7]) == (40, 99)

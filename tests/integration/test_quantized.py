@@ -145,8 +145,10 @@ def perturbed_first_step(oracle: QuantizedOracle, prompt: list[int], canvas: lis
         table.data.copy_(kept)
 
 
-def test_modelopt_layout(tmp_path):
-    """Experts in NVFP4, other layers in BF16 and an FP8 cache with scales give right answers."""
+def test_modelopt_layout(tmp_path, start_log):
+    """Experts in NVFP4, other layers in BF16 and an FP8 cache with scales give right answers, and
+    the log names once what computes them.
+    """
     compressed = quantized_checkpoint(tmp_path / "nvfp4", "nvfp4")
     with TracedEngine(modelopt_checkpoint(compressed, tmp_path / "modelopt")) as engine:
         assert engine.llm.llm_engine.vllm_config.cache_config.cache_dtype.startswith("fp8")
@@ -162,6 +164,11 @@ def test_modelopt_layout(tmp_path):
             use_tqdm=False,
         )
     assert answer[0].outputs[0].text == "15"
+    for line in (
+        "NVFP4 experts: emulated in PyTorch on the CPU (weights and activations)",
+        "4 x experts: TorchNvfp4Experts",
+    ):
+        assert sum(line in message for message in start_log.messages) == 1
     oracles = [QuantizedOracle(compressed, dtype) for dtype in (torch.bfloat16, torch.float64)]
     for layer, passes in experts.items():
         x, weights, ids, actual = (torch.cat(tensors) for tensors in zip(*passes, strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -76,29 +75,13 @@ def test_passes_to_the_unit(engine, order, num_canvases):
         assert metrics.canvas_rows == metrics.projected_rows == num_canvas_rows
 
 
-@contextmanager
-def counting(engine):
-    """Count the rows of each pass that is scheduled."""
-    rows, schedule = [], engine.scheduler.schedule
-
-    def counted(*args):
-        output = schedule(*args)
-        if output.total_num_scheduled_tokens:
-            rows.append(output.total_num_scheduled_tokens)
-        return output
-
-    engine.scheduler.schedule = counted
-    yield rows
-    engine.scheduler.schedule = schedule
-
-
 READ = {"diffusion_read_only": True, "diffusion_max_steps": 1, "diffusion_canvas_length": 8}
 
 
 def test_a_read_of_one_step_takes_one_pass(engine):
     """A read's step shares the pass of the prompt, or of a long prompt's last chunk."""
     for length, num_chunks in ((1, 1), (16, 1), (70, 1), (8 * CANVAS, 2)):
-        with counting(engine) as rows:
+        with engine.counting() as rows:
             (output,) = engine.generate(
                 [prompt_of(length, seed=50 + length)], seeds=[1], max_tokens=8, extra_args=READ
             )
@@ -112,7 +95,7 @@ def test_reads_of_one_text_take_one_pass(engine):
     prompts = [text + prompt_of(3 + i, seed=62 + i) for i in range(4)]
     wanted = {"max_tokens": 8, "extra_args": READ, "logprobs": 3}
     seeds = [1, 2, 3, 4]
-    with counting(engine) as rows:
+    with engine.counting() as rows:
         together = engine.generate(prompts, seeds=seeds, **wanted)
     assert len(rows) == 1
     # The block that a text ends in is nobody else's: 64 tokens, what follows them, and canvases.
@@ -126,7 +109,7 @@ def test_reads_of_one_text_take_one_pass(engine):
 def test_a_canvas_waits_for_a_pass_with_room(engine, oracle, order):
     """A canvas without room after the prompt waits alone, and the prompt does not."""
     prompt = prompt_of(5 * CANVAS - 3, seed=71)
-    with counting(engine) as rows:
+    with engine.counting() as rows:
         (output,) = engine.generate([prompt], seeds=[8], max_tokens=CANVAS, ignore_eos=True)
     assert rows[:2] == [len(prompt), CANVAS]
     expected = oracle.generate(prompt, seed=8, max_tokens=CANVAS, ignore_eos=True)
@@ -161,7 +144,7 @@ def test_a_batch_takes_the_passes_of_its_longest_request(engine):
     ]
 
     def num_passes(*requests):
-        with counting(engine) as rows:
+        with engine.counting() as rows:
             engine.outputs([prompts[i] for i in requests], [sampling[i] for i in requests])
         return len(rows)
 

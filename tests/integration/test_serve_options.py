@@ -22,8 +22,6 @@ BESIDE_REFUSED = [
     for options in (*OPTIONS.served, *OPTIONS.served_with_other_tokens)
     if not OPTIONS.refused.keys().isdisjoint(options.split())
 ]
-# Of each kind one: what the scheduler does, when a canvas is emitted, what a client is sent.
-SAMPLE = ("--scheduling-policy", "--max-num-active-seqs", "--stream-interval")
 
 
 @pytest.mark.parametrize("name", OPTIONS.refused)
@@ -58,27 +56,15 @@ def test_models_that_are_not_ours() -> None:
     assert config.architecture.startswith("Transformers")
 
 
-def trial(*arguments: str) -> None:
-    command = [sys.executable, "-m", "tests.robustness.serve_options", *arguments]
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_all() -> None:
+    """Every option of the table is refused, or served with the same tokens, as the table states."""
+    command = [sys.executable, "-m", "tests.robustness.serve_options"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
 
 
-# Three processes that import vLLM; what is refused is refused in this one, above.
-@pytest.mark.slow
-def test_sample() -> None:
-    """A few options together in one start give the same tokens as none."""
-    trial("--together", *(f"--only={name}" for name in SAMPLE))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
-def test_all() -> None:
-    """Every option of the table is refused or served as the table states."""
-    trial()
-
-
-# test_bad_startup.py has a process that ends so in every run.
 @pytest.mark.slow
 def test_one_line() -> None:
     """A refusal ends vLLM's command with its sentence instead of a trace."""

@@ -292,17 +292,23 @@ def test_sdar_logprobs(sdar: TracedEngine) -> None:
 
 
 def test_diffusion_gemma(tmp_path: Path) -> None:
-    """Encoder, decoder, experts, scalars and the tied head follow an update."""
-    folder = written(tmp_path / "new", changed_weights(SHIPPED, 6), SHIPPED)
-    with TracedEngine(SHIPPED, enable_sleep_mode=True) as engine:
+    """Encoder, decoder, experts, the scalars of each and the tied head follow an update."""
+    folders = []
+    for seed, factor in ((6, 0.8), (7, 1.2)):
+        weights = changed_weights(SHIPPED, seed)
+        for name in weights:
+            if name.endswith("layer_scalar") and "encoder" in name:
+                weights[name] = weights[name] * factor
+        folders.append(written(tmp_path / str(seed), weights, SHIPPED))
+    with TracedEngine(folders[0], enable_sleep_mode=True) as engine:
         settings = engine.state.spec
-        shipped = answers(engine, temperature=1.0)
+        before = answers(engine, temperature=1.0)
         engine.llm.sleep(level=2)
         poison(engine)
         engine.llm.wake_up()
-        reload(engine, SHIPPED)
-        assert answers(engine, temperature=1.0) == shipped
-        reload(engine, folder)
+        reload(engine, folders[0])
+        assert answers(engine, temperature=1.0) == before
+        reload(engine, folders[1])
         outputs = engine.generate(
             PROMPTS,
             seeds=[4, 5, 6],
@@ -312,8 +318,8 @@ def test_diffusion_gemma(tmp_path: Path) -> None:
             ignore_eos=True,
             extra_args={"diffusion_trace": True, "diffusion_step_map": True},
         )
-    assert [list(output.token_ids) for output in outputs] != shipped
-    oracle = Oracle(folder)
+    assert [list(output.token_ids) for output in outputs] != before
+    oracle = Oracle(folders[1])
     for seed, prompt, output in zip((4, 5, 6), PROMPTS, outputs, strict=True):
         run = oracle.generate(prompt, seed=seed, max_tokens=40, ignore_eos=True)
         assert list(output.token_ids) == run.tokens
@@ -331,26 +337,6 @@ def test_diffusion_gemma(tmp_path: Path) -> None:
             one[token].logprob for one, token in zip(output.logprobs, output.token_ids, strict=True)
         ]
         assert logprobs.tolist() == pytest.approx(reported, abs=1e-3)
-
-
-@pytest.mark.slow
-def test_two_scalars(tmp_path: Path) -> None:
-    """Encoder and decoder use the scalars of the new folder."""
-    folders = []
-    for seed, factor in ((7, 0.8), (8, 1.2)):
-        weights = changed_weights(SHIPPED, seed)
-        for name in weights:
-            if name.endswith("layer_scalar") and "encoder" in name:
-                weights[name] = weights[name] * factor
-        folders.append(written(tmp_path / str(seed), weights, SHIPPED))
-    fresh = []
-    for folder in folders:
-        with TracedEngine(folder) as engine:
-            fresh.append(answers(engine))
-    with TracedEngine(folders[0]) as engine:
-        for index in (1, 0, 1):
-            reload(engine, folders[index])
-            assert answers(engine) == fresh[index]
 
 
 @dataclasses.dataclass

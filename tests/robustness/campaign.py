@@ -2,22 +2,20 @@
 
     python -m tests.robustness.campaign --requests 10000 --seed 1 --order async --tp 2
     python -m tests.robustness.campaign --minutes 300
-    python -m tests.robustness.campaign --requests 2000 --ways
-    python -m tests.robustness.campaign --replay failures/1-137.json
+    python -m tests.robustness.campaign --seed 1 --first 137 --requests 1
 
-Requests are drawn from the seed alone (``requests.py``), and sent by clients that do not wait for
-one another, some of which leave early. The server has a KV cache too small for all of them, so that
-requests are preempted. After each round: nothing runs or waits, no KV block is in use, a request is
-answered, and a sample of the answers with a seed is what the same requests get alone. At the end
-memory is where it was. What fails is sent again alone, printed, and kept as a file; a server that
-dies is started again.
+Requests are drawn from the seed and their numbers alone (``requests.py``), so that the last command
+sends one of the first again. They are sent by clients that do not wait for one another, some of
+which leave early. The server has a KV cache too small for all of them, so that requests are
+preempted. After each round: nothing runs or waits, no KV block is in use, a request is answered,
+and a sample of the answers with a seed is what the same requests get alone. At the end memory is
+where it was. Pairs of fields, in every way to decode, are those of ``tests/pairs``.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import random
 import resource
 import signal
@@ -25,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +33,7 @@ import torch
 
 from tests.robustness.client import Outcome, answers, send
 from tests.robustness.requests import CHAT, COMPLETIONS, KINDS, Request, Served, draw_request
-from tests.support.engines.server import PARSERS, Server, start_server, stop_server
+from tests.support.engines.server import PARSERS, Server, start_server
 from tests.support.models.checkpoints import SHIPPED
 
 ROUND = 250
@@ -53,28 +51,7 @@ ADDRESS_SPACE_BYTES = 12 * 1024**3
 ALLOWED_GROWTH_BYTES = 96 * 1024**2
 # A connection for each request: one that is kept may be closed by the server as it is used again.
 UNSHARED = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-# Failures in a line each; all are kept as files.
-PRINTED = 40
-# Of the shipped DiffusionGemma, its own first.
-WAYS = ("entropy_bound", "linear_spec", "autoregressive")
 SORTS = ("answered", "refused", "aborted", "vLLM's own", "failed")
-
-
-@dataclass
-class Failure:
-    """Something that must not be.
-
-    Attributes:
-        what: One line.
-        request: What was sent, where it is about one request.
-        number: Its number in the campaign.
-        outcome: What became of it.
-    """
-
-    what: str
-    request: Request | None = None
-    number: int | None = None
-    outcome: Outcome | None = None
 
 
 @dataclass
@@ -86,14 +63,14 @@ class Tally:
         own: Reasons of errors that are vLLM's own.
         num_compared: Answers that were asked for again alone.
         rss: Bytes of all processes of the server after each round.
-        failures: In the order in which they were found.
+        failures: A line each, in the order in which they were found.
     """
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     own: Counter[str] = field(default_factory=Counter)
     num_compared: int = 0
     rss: list[int] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
 
     def table(self) -> str:
         """Requests by kind, as Markdown."""
@@ -107,16 +84,12 @@ class Tally:
         return "\n".join(lines)
 
 
-def describe(
-    server: Server, *, images: bool, ways: Sequence[str] = (), has_priorities: bool = False
-) -> Served:
+def describe(server: Server, *, images: bool, has_priorities: bool = False) -> Served:
     """Describe what a server can be sent."""
     openapi = httpx.get(f"{server.url}/openapi.json", timeout=60).json()
     (model,) = httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]
     length = model["max_model_len"]
-    return Served(
-        server.canvas_length, server.vocab_size, length, images, openapi, ways, has_priorities
-    )
+    return Served(server.canvas_length, server.vocab_size, length, images, openapi, has_priorities)
 
 
 def send_all(server: Server, requests: Sequence[Request]) -> list[Outcome]:
@@ -163,7 +136,7 @@ def run_round(
         elif request.kind == "valid" and sort == "refused":
             sort, what = "failed", "a valid request was refused"
         if what:
-            tally.failures.append(Failure(what, request, number, outcome))
+            tally.failures.append(f"{number}: {what} {outcome.text[:300]}")
         tally.counts[request.kind, sort] += 1
         if sort == "answered" and _is_seeded(request):
             comparable.append((number, request, outcome))
@@ -171,7 +144,7 @@ def run_round(
         server.wait_until_idle()
         server.assert_alive()
     except (AssertionError, httpx.TransportError) as error:
-        tally.failures.append(Failure(f"after requests {numbers}: {error!r}"))
+        tally.failures.append(f"after requests {numbers}: {error!r}")
         return
     chosen = random.Random(f"{seed}/{numbers.start}").sample(
         comparable, min(compared, len(comparable))
@@ -182,7 +155,7 @@ def run_round(
         if (own := alone.vllms_own(request)) and own.heals:
             alone = send_alone(server, request)
         if alone.sort != "answered" or answers(request, alone) != answers(request, outcome):
-            tally.failures.append(Failure("another answer alone", request, number, outcome))
+            tally.failures.append(f"{number}: another answer alone than {outcome.text[:300]}")
     tally.rss.append(server.resident_bytes())
 
 
@@ -194,109 +167,44 @@ def _is_seeded(request: Request) -> bool:
 
 def check_memory(tally: Tally) -> None:
     """Add a failure if memory grew after the first quarter of the rounds."""
-    if len(tally.rss) < 8:
-        return
     settled, last = tally.rss[len(tally.rss) // 4], tally.rss[-1]
     if last > settled + ALLOWED_GROWTH_BYTES:
         grown = (last - settled) / 2**20
-        tally.failures.append(Failure(f"memory grew by {grown:.0f} MiB after the first quarter"))
+        tally.failures.append(f"memory grew by {grown:.0f} MiB after the first quarter")
 
 
-class OwnServer:
-    """The server of a campaign of its own, started again when it dies."""
-
-    def __init__(self, folder: Path, options: Sequence[str]) -> None:
-        self._folder = folder
-        self._options = options
-        self._num_starts = 0
-        self.server: Server
-
-    def start(self) -> Server:
-        """Start it, or start it again."""
-        if self._num_starts:
-            stop_server(self.server)
-        self._num_starts += 1
-        log = self._folder / f"server-{self._num_starts}.log"
-        # A grammar's compiled form is kept up to this size; what grows beyond it is a leak.
-        self.server = start_server(SHIPPED, log, *self._options, VLLM_XGRAMMAR_CACHE_MB="16")
-        return self.server
-
-    def is_alive(self) -> bool:
-        """Return whether the server answers."""
-        try:
-            return httpx.get(f"{self.server.url}/health", timeout=60).status_code == 200
-        except httpx.TransportError:
-            return False
-
-    def fails(self, request: Request) -> str | None:
-        """Return how a request fails alone, or ``None`` if it does not."""
-        if not self.is_alive():
-            self.start()
-        outcome = send_alone(self.server, request)
-        if outcome.sort == "refused" and request.kind == "valid":
-            return "is refused"
-        if outcome.sort != "failed" or outcome.vllms_own(request):
-            return None
-        if outcome.ending == "late":
-            return "does not end"
-        return f"status {outcome.status}" if self.is_alive() else "ends the engine"
-
-
-def keep(own: OwnServer, failures: Sequence[Failure], folder: Path) -> None:
-    """Write failures to files that ``--replay`` reads, and print how each fails alone."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for failure in failures:
-        if failure.request is not None:
-            record = json.dumps(dataclasses.asdict(failure), indent=1)
-            (folder / f"{failure.number}.json").write_text(record)
-            how = own.fails(failure.request) or "not when it is sent alone"
-            print(f"{failure.number}: {failure.what}; {how}", flush=True)
-
-
-def options_of(order: str, num_ranks: int, ways: Sequence[str] = ()) -> list[str]:
+def options_of(order: str, num_ranks: int) -> list[str]:
     """Return options of ``vllm serve``: images, priorities, and a cache for one long request."""
     options = [*PARSERS, "--scheduling-policy", "priority"]
     options += ["--limit-mm-per-prompt", '{"image": 1, "video": 0, "audio": 0}']
     options += ["--max-model-len", "512", "--kv-cache-memory-bytes", str(5 * 1024**2 // 4)]
     options += ["--async-scheduling" if order == "async" else "--no-async-scheduling"]
-    if ways:
-        # Beside one another, since each way has protections of its own.
-        diffusion = {"rules": ways, "never_empty": True}
-        options += ["--additional-config", json.dumps({"diffusion": diffusion})]
     return [*options, "--tensor-parallel-size", str(num_ranks)]
 
 
-def campaign(
-    own: OwnServer,
-    seed: int,
-    num_requests: int,
-    until: float,
-    report: Callable[[str], None],
-    ways: Sequence[str] = (),
-) -> Tally:
-    """Run rounds of requests until there were ``num_requests``, or until the time ``until``."""
+def campaign(server: Server, seed: int, numbers: range, until: float) -> Tally:
+    """Send requests in rounds, up to the time ``until`` or the end of the server."""
     tally = Tally()
-    served = describe(own.start(), images=True, ways=ways, has_priorities=True)
-    preempted = 0.0
-    for first in range(0, num_requests, ROUND):
+    served = describe(server, images=True, has_priorities=True)
+    for first in numbers[::ROUND]:
         if time.monotonic() > until:
             break
-        numbers = range(first, min(first + ROUND, num_requests))
-        num_before, begun = len(tally.failures), time.monotonic()
-        run_round(own.server, served, seed, numbers, tally, compared=COMPARED_A_ROUND)
-        if not own.is_alive():
-            tally.failures.append(Failure(f"the server died in requests {numbers}"))
-            own.start()
-            # The memory of a new process is not growth.
-            tally.rss.clear()
-        preempted = own.server.metric("vllm:num_preemptions_total")
-        report(
-            f"{numbers.stop} requests, {len(tally.failures) - num_before} new failures, "
-            f"{time.monotonic() - begun:.0f} s, {preempted:.0f} preemptions so far"
+        some = range(first, min(first + ROUND, numbers.stop))
+        begun = time.monotonic()
+        run_round(server, served, seed, some, tally, compared=COMPARED_A_ROUND)
+        if server.process.poll() is not None:
+            tally.failures.append(f"the server died in requests {some}")
+            return tally
+        print(
+            f"{some.stop} requests, {len(tally.failures)} failures, "
+            f"{time.monotonic() - begun:.0f} s for the last {len(some)}",
+            flush=True,
         )
-    check_memory(tally)
-    if not preempted and tally.rss:
-        tally.failures.append(Failure("nothing was preempted: the KV cache is too large"))
+    # A few rounds prove neither.
+    if len(tally.rss) >= 8:
+        check_memory(tally)
+        if not server.metric("vllm:num_preemptions_total"):
+            tally.failures.append("nothing was preempted: the KV cache is too large")
     return tally
 
 
@@ -304,52 +212,31 @@ def main() -> int:
     """Run a campaign, print its table, and return 1 if anything failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--requests", type=int, default=10**9, help="how many")
+    parser.add_argument("--first", type=int, default=0, help="the number of the first one")
     parser.add_argument("--minutes", type=float, default=10**6, help="stop after as long")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--order", choices=["sync", "async"], default="sync")
     parser.add_argument("--tp", type=int, choices=[1, 2], default=1, help="tensor-parallel ranks")
-    parser.add_argument("--ways", action="store_true", help="of decoding, chosen by each request")
-    parser.add_argument("--folder", type=Path, help="for logs and failures")
-    parser.add_argument("--replay", type=Path, help="a kept failure, to be sent alone")
     arguments = parser.parse_args()
-    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="campaign-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    print(f"seed {arguments.seed}, {arguments.order}, TP {arguments.tp}, logs in {folder}")
+    log = Path(tempfile.mkdtemp(prefix="campaign-")) / "server.log"
+    print(f"seed {arguments.seed}, {arguments.order}, TP {arguments.tp}, log in {log}")
     if not torch.cuda.is_available():
         resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
     # So that a campaign that is ended takes its server with it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
-    ways = WAYS if arguments.ways else ()
-    own = OwnServer(folder, options_of(arguments.order, arguments.tp, ways))
-    begun = time.monotonic()
-    try:
-        if arguments.replay:
-            own.start()
-            request = Request(**json.loads(arguments.replay.read_text())["request"])
-            failed = own.fails(request)
-            print(failed or "does not fail alone")
-            return int(failed is not None)
-        tally = campaign(
-            own,
-            arguments.seed,
-            arguments.requests,
-            begun + 60 * arguments.minutes,
-            lambda line: print(f"[{time.monotonic() - begun:6.0f} s] {line}", flush=True),
-            ways,
-        )
-        print(tally.table())
-        for reason, count in tally.own.most_common():
-            print(f"vLLM's own: {count} x {reason}")
-        print(f"{tally.num_compared} answers with a seed asked for again alone")
-        print("MiB after each round:", *(rss >> 20 for rss in tally.rss))
-        for failure in tally.failures[:PRINTED]:
-            text = failure.outcome.text[:300] if failure.outcome else ""
-            print(f"FAILED {failure.number}: {failure.what} {text}")
-        keep(own, tally.failures, folder / "failures")
-        return int(bool(tally.failures))
-    finally:
-        if hasattr(own, "server"):
-            stop_server(own.server)
+    numbers = range(arguments.first, arguments.first + arguments.requests)
+    until = time.monotonic() + 60 * arguments.minutes
+    # A grammar's compiled form is kept up to 16 MB; what grows beyond it is a leak.
+    options = options_of(arguments.order, arguments.tp)
+    with start_server(SHIPPED, log, *options, VLLM_XGRAMMAR_CACHE_MB="16") as server:
+        tally = campaign(server, arguments.seed, numbers, until)
+    print(tally.table())
+    for reason, count in tally.own.most_common():
+        print(f"vLLM's own: {count} x {reason}")
+    print(f"{tally.num_compared} answers with a seed asked for again alone")
+    print("MiB after each round:", *(rss >> 20 for rss in tally.rss))
+    print(*(f"FAILED {line}" for line in tally.failures), sep="\n")
+    return int(bool(tally.failures))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import functools
 import io
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,6 @@ class Served:
         max_model_len: Tokens of a prompt and its answer.
         images: Whether it takes any.
         openapi: Its description of itself.
-        ways: Rules that requests choose from; none where they have no choice.
         has_priorities: Requests of lower ``priority`` go first, and may have others preempted.
     """
 
@@ -52,7 +51,6 @@ class Served:
     max_model_len: int
     images: bool
     openapi: dict[str, Any]
-    ways: Sequence[str] = ()
     has_priorities: bool = False
 
 
@@ -245,28 +243,8 @@ def valid(served: Served, rng: random.Random) -> Posted:
     return valid_generation(served, rng)
 
 
-# What a way that knows no later tokens has no use for.
-_OF_KNOWN_TOKENS = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-
-
-def _of_way(served: Served, rng: random.Random) -> Posted:
-    """Return a request that chooses its way to decode."""
-    path, body = _prompt(served, rng)
-    fields = {k: v for k, v in _sampling(served).items() if k not in _OF_KNOWN_TOKENS}
-    body |= {"max_tokens": rng.randint(1, 60), **some_of(fields, 4, rng)}
-    body |= {
-        "seed": rng.randrange(2**63),
-        "vllm_xargs": {"diffusion_rule": rng.choice(served.ways)},
-    }
-    if rng.random() < 0.3:
-        body["stream"] = True
-    return path, _agreeing(body)
-
-
 def valid_generation(served: Served, rng: random.Random) -> Posted:
     """Return a request for text that must be answered."""
-    if served.ways and rng.random() < 0.6:
-        return _of_way(served, rng)
     path, body = _prompt(served, rng)
     most = rng.choice([3, served.canvas_length, served.max_model_len // 3])
     body |= {"max_tokens": rng.randint(1, most), **some_of(_sampling(served), 4, rng)}

@@ -1,7 +1,6 @@
 """Start the shipped checkpoint with each option of ``vllm serve``, and print the outcome.
 
-python -m tests.robustness.serve_options [--only=OPTION ...] [--together] [--try="--option value"
-...]
+python -m tests.robustness.serve_options [--only=OPTION ...] [--try="--option value" ...]
 
 What is tried is in ``serve_options.toml``, beside this file. Each trial has a process of its own,
 which answers 15 seeded requests; their tokens are compared with those of a server without the
@@ -22,7 +21,7 @@ import time
 import tomllib
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -281,12 +280,6 @@ def trials(only: list[str]) -> Iterator[Trial]:
             yield trial
 
 
-def together(chosen: Iterable[Trial]) -> Trial:
-    """One start with the options of several, all of them served."""
-    served = [trial.options for trial in chosen if trial.expected == ("works",)]
-    return Trial(" ".join(served), ("works",))
-
-
 def against(plain: Outcome, outcome: Outcome) -> Outcome:
     """``outcome``, with other tokens than those of a start without options called so."""
     if outcome.kind == "works" and outcome.tokens != plain.tokens[: len(outcome.tokens)]:
@@ -308,13 +301,10 @@ def _prepare() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", action="append", default=[], metavar="OPTION")
-    parser.add_argument("--together", action="store_true", help="all of --only in one start")
     parser.add_argument("--try", action="append", default=[], dest="options", metavar="OPTIONS")
     chosen = parser.parse_args()
     chosen_trials = [Trial(options) for options in chosen.options]
-    if chosen.together:
-        chosen_trials.append(together(trials(chosen.only)))
-    elif chosen.only or not chosen.options:
+    if chosen.only or not chosen.options:
         chosen_trials += trials(chosen.only)
     _prepare()
     folder = Path(tempfile.mkdtemp(prefix="serve-options-"))

@@ -20,7 +20,7 @@ def test_short_campaign(server: Server) -> None:
     print(f"\nseed {SEED}")
     run_round(server, served, SEED, range(NUM_REQUESTS), tally, compared=8)
     print(tally.table())
-    assert not tally.failures, "\n".join(map(str, tally.failures))
+    assert not tally.failures, "\n".join(tally.failures)
     # A campaign with few requests of each kind proves little.
     sent = tally.counts.total()
     assert sent == NUM_REQUESTS

@@ -104,26 +104,10 @@ PROMPTS: list[list[Part]] = [
 ]
 
 
-def test_pictures_in_chunks(tmp_path: Path) -> None:
-    """Prompts with pictures of several sizes get in one batch the tokens that each gets alone.
-
-    A pass ends within a picture.
-    """
-    model = mineru()
-    options = {"max_num_batched_tokens": 96, "enable_chunked_prefill": True}
-    with TracedEngine(model.save(tmp_path), **OPTIONS, **options) as engine:
-        outputs = engine.llm.generate(
-            [request(parts) for parts in PROMPTS], WANTED.sampling_params(), use_tqdm=False
-        )
-    for parts, output in zip(PROMPTS, outputs, strict=True):
-        prompt, tokens, _ = expected(model, parts)
-        assert list(output.prompt_token_ids) == prompt
-        assert list(output.outputs[0].token_ids) == tokens
-
-
 @pytest.mark.parametrize("is_asynchronous", ASYNCHRONOUS_OFTEN)
 def test_log_probabilities_and_a_schema(tmp_path: Path, is_asynchronous: bool) -> None:
-    """Each token after pictures has the log-probability of the step that revealed it.
+    """Prompts with pictures of several sizes get in one batch the tokens that each gets alone, with
+    the log-probabilities of the steps that revealed them, also where a pass ends within a picture.
 
     In the same batch, answers to other pictures are JSON of one schema, with different content.
     """
@@ -148,8 +132,10 @@ def test_log_probabilities_and_a_schema(tmp_path: Path, is_asynchronous: bool) -
     reported = WANTED.sampling_params(logprobs=2)
     # Only their pictures differ.
     pages = [[text(9, 1), picture(40, 24, seed), text(12, 2)] for seed in range(3)]
-    options = {"async_scheduling": is_asynchronous}
-    with TracedEngine(model.save(tmp_path), **OPTIONS, **options) as engine:
+    options = {"async_scheduling": is_asynchronous, "enable_chunked_prefill": True}
+    with TracedEngine(
+        model.save(tmp_path), **OPTIONS, **options, max_num_batched_tokens=96
+    ) as engine:
         outputs = engine.llm.generate(
             [request(parts) for parts in [*PROMPTS, *pages]],
             [*[reported] * len(PROMPTS), *[held] * len(pages)],
@@ -158,7 +144,8 @@ def test_log_probabilities_and_a_schema(tmp_path: Path, is_asynchronous: bool) -
         tokenizer = engine.llm.get_tokenizer()
     free, constrained = outputs[: len(PROMPTS)], outputs[len(PROMPTS) :]
     for parts, output in zip(PROMPTS, free, strict=True):
-        _, tokens, logprobs = expected(model, parts)
+        prompt, tokens, logprobs = expected(model, parts)
+        assert list(output.prompt_token_ids) == prompt
         assert list(output.outputs[0].token_ids) == tokens
         assert_logprobs(output.outputs[0].logprobs, logprobs)
     # Their texts begin with what the prompt's last bytes leave of a character.

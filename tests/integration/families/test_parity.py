@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,23 +58,6 @@ class Family:
         """Return the token ids of each prompt's answer, all in one batch."""
         outputs = self.engine.outputs(prompts, [one.sampling_params(**changes) for one in wanted])
         return [list(output.outputs[0].token_ids) for output in outputs]
-
-    @contextmanager
-    def counting(self) -> Iterator[list[int]]:
-        """Count the rows of each pass that runs."""
-        passes: list[int] = []
-        update = self.engine.scheduler.update_from_output
-
-        def counted(scheduler_output: Any, *args: Any) -> Any:
-            if scheduler_output.total_num_scheduled_tokens:
-                passes.append(scheduler_output.total_num_scheduled_tokens)
-            return update(scheduler_output, *args)
-
-        self.engine.scheduler.update_from_output = counted
-        try:
-            yield passes
-        finally:
-            self.engine.scheduler.update_from_output = update
 
     def loop_until(self, prompt: list[int], wanted: Wanted) -> Run:
         """Return the loop's passes up to the block of the last requested token."""
@@ -287,7 +269,7 @@ def test_passes(family: Family) -> None:
     B = family.block_length
     for length in (3, B, 2 * B + 1, 70):
         prompt, wanted = prompt_of(length, seed=900 + length), Wanted(max_tokens=3 * B - 1)
-        with family.counting() as passes:
+        with family.engine.counting() as passes:
             family.generate([prompt], [wanted])
         # The loops go on to the end of a block, and some beyond; ours stops with the last token.
         loop = family.loop_until(prompt, wanted)

@@ -119,6 +119,24 @@ class TracedEngine:
         finally:
             type(sampler).__call__ = original
 
+    @contextmanager
+    def counting(self) -> Iterator[list[int]]:
+        """Count the rows of each pass that is scheduled."""
+        rows: list[int] = []
+        schedule = self.scheduler.schedule
+
+        def counted(*args: Any) -> Any:
+            output = schedule(*args)
+            if output.total_num_scheduled_tokens:
+                rows.append(output.total_num_scheduled_tokens)
+            return output
+
+        self.scheduler.schedule = counted
+        try:
+            yield rows
+        finally:
+            self.scheduler.schedule = schedule
+
     @staticmethod
     def sampling_params(**params: Any) -> Any:
         from vllm import SamplingParams
