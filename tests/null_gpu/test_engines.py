@@ -22,12 +22,13 @@ SERVE = "tests.null_gpu.engine_cases:serve"
 # The versions of LLaDA2 before it differ from 2.2 in their rule alone, and SDAR's block of 32 in a
 # number: they are rehearsed.
 FAMILIES = [name for name in CASES if name not in ("llada2.0", "llada2.1", "sdar-block-32")]
-FAMILIES += WITHOUT_STRATEGY
+FAMILIES += [*WITHOUT_STRATEGY, "uno"]
 WHOLE_SEQUENCES = ("mdlm", "llada", "llada-moe", "illada", *WITHOUT_STRATEGY)
-# A pass of whole sequences, and one whose rows arrive as embeddings, for pictures.
-STEADY = ("llada", "mineru")
+# A pass of whole sequences, one whose rows arrive as embeddings, for pictures, and one of drafts
+# with a LoRA on each layer.
+STEADY = ("llada", "mineru", "uno")
 # One for each layout but DiffusionGemma's, and the rows that it rounds up to.
-LAYOUTS = {"sdar": 4, "llada2.2": 32, "nemotron": 1, "fast-dllm": 32}
+LAYOUTS = {"sdar": 4, "llada2.2": 32, "nemotron": 1, "uno": 1, "fast-dllm": 32}
 # What their starts have besides a server's defaults.
 TINY = {
     # Dynamo, the split of its graph and its captures run; Inductor is left out of the backbone.

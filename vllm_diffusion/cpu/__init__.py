@@ -21,7 +21,7 @@ def cpu_platform_plugin() -> str | None:
     ``None`` when disabled (``VLLM_DIFFUSION_DISABLE=1``), when vLLM is itself a CPU build, and when
     any accelerator works. ``VLLM_DIFFUSION_CPU=1`` chooses the CPU whatever is there.
     """
-    from vllm_diffusion.startup.environment import forces_cpu, is_disabled
+    from vllm_diffusion.startup.environment import compile_once, forces_cpu, is_disabled
 
     if is_disabled():
         return None
@@ -42,6 +42,8 @@ def cpu_platform_plugin() -> str | None:
     # time.
     os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
     if _COMMAND in sys.modules:
+        # By now vLLM has imported torch, and half of what it imports at a start.
+        compile_once()
         # The engine's process begins with what the command has imported. The command has vLLM spawn
         # it, for the sake of accelerators, unless the variable is set by then.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")

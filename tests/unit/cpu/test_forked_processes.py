@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from vllm_diffusion import cpu
-from vllm_diffusion.startup import machine
+from vllm_diffusion.startup import environment, machine
 
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 COMMAND = "vllm.entrypoints.cli.main"
@@ -32,7 +32,11 @@ def test_processes_are_forked(
     expected: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Commands fork where no accelerator works, unless the user has set another way."""
+    """Commands fork where no accelerator works, unless the user has set another way, and keep the
+    bytecode of what they import from then on.
+    """
+    kept: list[None] = []
+    monkeypatch.setattr(environment, "compile_once", lambda: kept.append(None))
     # Their values are restored after the test, whatever the plugin sets.
     for name in (METHOD, "CUDA_VISIBLE_DEVICES", "HUMMING_DISABLE_PARALLEL_BUILD"):
         monkeypatch.setenv(name, "")
@@ -51,3 +55,4 @@ def test_processes_are_forked(
 
     assert (cpu.cpu_platform_plugin() is None) == (accelerator is not None)
     assert os.environ.get(METHOD) == expected
+    assert len(kept) == (accelerator is None and is_command)
