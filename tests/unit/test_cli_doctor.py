@@ -139,29 +139,35 @@ def test_gpu(gpu, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str
     assert gpu_report.without_names(names) == "ptxas x.ptx on this machine run 1/2"
 
 
-def test_a_kernel_that_does_not_serve(gpu, capsys: pytest.CaptureFixture[str]) -> None:
-    """A wrong kernel that no server runs is in the table, and is not a problem."""
-    gpu["statistics, reference"] = "off"
-    assert main(["doctor", "--gpu"]) == 0
-    assert "statistics, reference: off" in capsys.readouterr().out
-
-
-def test_a_kernel_that_could_not_be_checked(gpu, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is recorded as right while a kernel that serves could not be checked."""
-    gpu["noise"] = "out of memory"
-    assert main(["doctor", "--gpu"]) == 1
-    assert "noise, PyTorch could not be checked on this GPU" in capsys.readouterr().out
-    assert not gpu_record.record_path(gpu_record.facts_of("NVIDIA H200 9.0")).exists()
-
-
-def test_a_gpu_that_is_wrong(gpu, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """If PyTorch itself is wrong, no other kernel is checked and no server gets a question."""
-    gpu["device"] = "off"
-    monkeypatch.setattr(gpu_report, "problems_of_answers", lambda: pytest.fail("asked"))
-    assert main(["doctor", "--gpu"]) == 1
+@pytest.mark.parametrize(
+    ("wrong", "status", "words"),
+    [
+        # No server runs it: it is in the table, and not a problem.
+        ({"statistics, reference": "off"}, 0, "statistics, reference: off"),
+        ({"noise": "out of memory"}, 1, "noise, PyTorch could not be checked on this GPU"),
+        ({"device": "off"}, 1, "computes wrongly without any kernel of this package (off)"),
+    ],
+)
+def test_wrong_kernels(
+    wrong: dict[str, str],
+    status: int,
+    words: str,
+    gpu,
+    monkeypatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A kernel that serves must be right, or nothing is recorded; if PyTorch itself is wrong, no
+    other kernel is checked and no server gets a question.
+    """
+    gpu |= wrong
+    if "device" in wrong:
+        monkeypatch.setattr(gpu_report, "problems_of_answers", lambda: pytest.fail("asked"))
+    assert main(["doctor", "--gpu"]) == status
     said = capsys.readouterr().out
-    assert "computes wrongly without any kernel of this package (off)" in said
-    assert "noise" not in said
+    assert words in said
+    assert ("noise" in said) == ("device" not in wrong)
+    record = gpu_record.record_path(gpu_record.facts_of("NVIDIA H200 9.0"))
+    assert record.exists() == (status == 0)
 
 
 def test_record(gpu, monkeypatch: pytest.MonkeyPatch, vllm_log: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,6 @@ import bench_serve
 import pytest
 import serving
 
-BENCHMARKS = Path(bench_serve.__file__).parent
 SPEEDS = {"ours": (300.0, 50.0), "stock": (100.0, 40.0), "tuned": (200.0, 80.0)}
 OURS = "vllm-diffusion serves this model: attention FLASH_ATTN, scheduler canvas_scheduler"
 # Passes of a canvas of 16 steps, by the line that our server prints of its order.
@@ -70,9 +69,6 @@ def test_passes():
     found = {order: serving.passes_of(f"INFO 1\n{OURS} {order}\nINFO 2", 16) for order in ORDERS}
     assert found == ORDERS
     assert serving.passes_of("INFO Using FLASH_ATTN attention backend out of ...", 16) == 17
-    source = (BENCHMARKS.parent / "vllm_diffusion/runner/model_state.py").read_text()
-    assert "encode %s)" in source
-    assert '"fused with the next canvas"' in source
 
 
 @pytest.mark.parametrize(
@@ -95,24 +91,6 @@ def test_passes():
 def test_attention_of(log: str, expected: str):
     """The back end is read from every line in which vLLM or this package names it."""
     assert bench_serve.attention_of(log) == expected
-
-
-@pytest.mark.engine
-def test_attention_of_reads_what_vllm_prints():
-    """The lines that the benchmark looks for are those that vLLM 0.33 logs."""
-    import vllm
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    folder = Path(vllm.__file__).parent
-    lines = {
-        "platforms/cuda.py": ('"Using %s backend."', '"Using %s attention backend out of'),
-        "v1/attention/backends/flash_attn.py": ('"Using FlashAttention version %s"',),
-    }
-    for name, expected in lines.items():
-        text = (folder / name).read_text(encoding="utf-8")
-        assert [line for line in expected if line not in text] == []
-    chosen = f"Using {AttentionBackendEnum.TRITON_ATTN} backend."
-    assert bench_serve.attention_of(chosen) == "TRITON_ATTN"
 
 
 def test_failed_requests_are_refused(tmp_path):

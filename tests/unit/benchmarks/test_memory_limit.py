@@ -29,10 +29,6 @@ def config():
     return DiffusionGemmaConfig.from_dict(json.loads((BENCHMARKS / "configs/26b.json").read_text()))
 
 
-def settings_of(name):
-    return None if name == "bf16" else json.loads((BENCHMARKS / f"configs/{name}.json").read_text())
-
-
 def test_bf16(config):
     """A BF16 pass counts two bytes for each number, and only the chosen experts."""
     touched = 57.5

@@ -15,10 +15,10 @@ from serving import prepare
 from vllm_diffusion.checkpoints import shipped_checkpoint
 
 ROOT = records.ROOT
+# Of what the campaign's rehearsal (test_campaign.py) runs too, the scripts that check answers.
 KERNELS = (
     "gpu/check_gpu.py",
     "gpu/check_gpu.py --attention cute",
-    "bench_canvas_attention.py --layers full --requests 1 --contexts 20 --phases denoise --peers cute stock-fa4",
     "bench_canvas_attention.py --requests 1 --contexts 20 --phases denoise --peers unsplit split-2 keys-16",
     "bench_sampler.py --canvases 1 --hidden 16 --repeats 1",
 )
@@ -28,8 +28,6 @@ SERVED = (
     "bench_serve.py --sides ours stock --together --concurrency 1 --prompts 2 --steps 4 "
     "--options='--worker-extension-cls awake_experts.WorkerExtension --hf-overrides.awake_experts 84'",
     "bench_serve.py --sides tuned autoregressive linear_spec --concurrency 1 --prompts 2 --steps 4",
-    "gpu/bench_experts.py",
-    "gpu/profile_serving.py",
     f"{TINY}/tiny_sdar --sides ours --steps 2",
     "bench_formats.py --formats fp8-dynamic nvfp4-weights --no-autoregressive --shape tiny --prompts 1 --steps 4",
 )

@@ -58,33 +58,13 @@ def test_static_fp8(shape, magnitude, seed):
     assert torch.equal(values, expected)
 
 
-@given(shapes, magnitudes, st.integers(0, 10**6))
-@settings(deadline=None, max_examples=30)
-def test_nvfp4(shape, magnitude, seed):
-    """NVFP4 equals compressed-tensors' quantization with the same global scale."""
-    x = random_rows(shape, magnitude, seed)
-    if x.numel() == 0:
-        return
-    global_scale = 448 * 6 / (x.abs().max() * 1.5)
-    args = preset_name_to_scheme("NVFP4", ["Linear"]).input_activations
-    scale, zero = compute_dynamic_scales_and_zp(x, args, torch.nn.Module(), global_scale)
-    # They compile a function, again for each kind of shape.
-    with torch.compiler.set_stance("force_eager"):
-        theirs = fake_quantize(x, scale, zero, args, global_scale=global_scale)
-    ours = quantize_nvfp4(x, global_scale) / global_scale
-    different = ~torch.isclose(ours, theirs, rtol=1e-5, atol=0)
-    # A group whose scale rounds to zero reads as zeros here and on a GPU; there it gets a small
-    # one.
-    small = x.unflatten(-1, (-1, 16)).abs().amax(-1) * global_scale / 6 < 2**-10
-    assert not (different & ~small.repeat_interleave(16, dim=-1)).any()
-
-
-def test_nvfp4_is_vllms():
+@pytest.mark.parametrize("magnitude", [0.05, 3.0, 300.0])
+def test_nvfp4(magnitude):
     """NVFP4 activations equal vLLM's reference, except for the order of two multiplications."""
     from vllm.model_executor.layers.quantization.utils import nvfp4_emulation_utils as theirs
 
-    x = random_rows((40, 160), 3.0, 1)
-    global_scale = torch.tensor(448 * 6 / 20.0)
+    x = random_rows((40, 160), magnitude, 1)
+    global_scale = 448 * 6 / (x.abs().max() * 1.5)
     values, scales = theirs.ref_nvfp4_quant(x, global_scale, 16)
     expected = values.float().view(40, -1, 16) * scales.float().view(40, -1, 1)
     assert torch.equal(quantize_nvfp4(x, global_scale).view(40, -1, 16), expected)

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -63,8 +64,11 @@ def test_mask_token_as_text(
     and a text that is not one token is refused by name.
     """
     ids = [found] if isinstance(found, int) else found
-    tokenizer = mock.Mock()
-    tokenizer.encode.return_value = ids
+    # Without the special tokens that a tokenizer may add to each text.
+    encode = {(text, False): ids}
+    tokenizer = SimpleNamespace(
+        encode=lambda text, add_special_tokens: encode[text, add_special_tokens]
+    )
     monkeypatch.setattr(
         "vllm.tokenizers.registry.cached_tokenizer_from_config",
         lambda target: None if ids is None else tokenizer,
@@ -78,12 +82,10 @@ def test_mask_token_as_text(
         return
     check_draft(config)
     assert draft.dflash_config["mask_token_id"] == MASK
-    tokenizer.encode.assert_called_once_with(text, add_special_tokens=False)
     # An id says more than a text does.
     draft.dflash_config = by_text | {"mask_token_id": 5}
     check_draft(config)
     assert draft.dflash_config["mask_token_id"] == 5
-    tokenizer.encode.assert_called_once()
 
 
 def dflash(**changes: Any) -> dict[str, Any]:
@@ -430,24 +432,26 @@ def test_graphs_are_captured_for_adaptive_drafts(num_drafts: int, max_num_seqs: 
     assert spec.num_speculative_tokens_per_batch_size == theirs
 
 
-def parsed(section: Any) -> DraftSettings:
-    return draft_settings(configured(section))
+PASSES = {"steps": 3, "schedule": "linear", "order": "position", "window": 64}
 
 
-@pytest.mark.parametrize("additional", [{}, {"diffusion": {}}, None])
-def test_nothing_is_one_pass(additional: Any) -> None:
-    """Without settings a draft takes one pass over its block."""
+@pytest.mark.parametrize(
+    ("additional", "read", "counts"),
+    [
+        *(
+            (nothing, {"steps": 1, "window": None}, (7,))
+            for nothing in ({}, {"diffusion": {}}, None)
+        ),
+        ({"drafting": PASSES}, PASSES, (2, 3, 2)),
+    ],
+)
+def test_settings_are_read(additional: Any, read: dict[str, Any], counts: tuple[int, ...]) -> None:
+    """Settings of drafting spread a block over their steps; without any a draft takes one pass."""
     config = configured()
     config.additional_config = additional
-    assert draft_settings(config) == parsed({}) == DraftSettings(steps=1, window=None)
-    assert parsed({}).unmask_counts(7) == (7,)
-
-
-def test_settings_are_read() -> None:
-    """Settings of drafting are read, and spread a block over their steps."""
-    section = {"steps": 3, "schedule": "linear", "order": "position", "window": 64}
-    assert parsed(section) == DraftSettings(**section)
-    assert parsed(section).unmask_counts(7) == (2, 3, 2)
+    settings = draft_settings(config)
+    assert settings == DraftSettings(**read)
+    assert settings.unmask_counts(7) == counts
 
 
 @pytest.mark.parametrize(
@@ -481,4 +485,4 @@ def test_settings_are_read() -> None:
 def test_what_is_not_understood_is_refused(section: Any, message: str) -> None:
     """A wrong setting of drafting is refused with the option's name and the reason."""
     with pytest.raises(ValueError, match=rf"^--additional-config .*{message}"):
-        parsed(section)
+        draft_settings(configured(section))

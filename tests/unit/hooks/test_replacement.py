@@ -27,32 +27,26 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return module
 
 
-def test_install_twice(engine: Any) -> None:
-    """A replacement is installed once, calls the original, and shows its signature."""
+@replaces("engine:Runner.sample", reason="Test.", until="Test.")
+def adding(stock: Callable[..., int], addend: int) -> Callable[..., int]:
+    def sample(self: Any, *args: Any, **kwargs: Any) -> int:
+        return stock(self, *args, **kwargs) + addend
 
-    @replaces("engine:Runner.sample", reason="Test.", until="Test.")
-    def adding(stock: Callable[..., int], addend: int) -> Callable[..., int]:
-        def sample(self: Any, *args: Any) -> int:
-            return stock(self, *args) + addend
+    return sample
 
-        return sample
 
+@replaces_call("engine:Runner.sample", reason="Test.", until="Test.")
+def adding_to_call(stock: Callable[..., int], addend: int, self: Any, rows: int = 0) -> int:
+    return stock(self, rows) + addend
+
+
+@pytest.mark.parametrize("replacement", [adding, adding_to_call], ids=["method", "call"])
+def test_install_twice(replacement: Any, engine: Any) -> None:
+    """A replacement is installed once, gets vLLM's method, the values of its installation and the
+    call's arguments, and shows the signature of the original.
+    """
     for _ in range(2):
-        adding.install(5)
-        assert engine.Runner().sample(1) == 6
-    assert list(inspect.signature(engine.Runner.sample).parameters) == ["self", "rows"]
-
-
-def test_install_call_twice(engine: Any) -> None:
-    """A replacement gets vLLM's method, the values of its installation and the call's arguments."""
-
-    @replaces_call("engine:Runner.sample", reason="Test.", until="Test.")
-    def adding(stock: Callable[..., int], addend: int, self: Any, rows: int = 0) -> int:
-        assert isinstance(self, engine.Runner)
-        return stock(self, rows) + addend
-
-    for _ in range(2):
-        adding.install(5)
+        replacement.install(5)
         assert engine.Runner().sample(1) == engine.Runner().sample(rows=1) == 6
     assert list(inspect.signature(engine.Runner.sample).parameters) == ["self", "rows"]
 

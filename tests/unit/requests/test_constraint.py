@@ -114,12 +114,9 @@ def test_white_space_that_is_none(pattern: str) -> None:
             "#/properties/b/required: 5 is not of type",
         ),
         ({"json": {"type": 1.5}}, "#/type: must be of array"),
-        ({"json": {"type": "integer", "multipleOf": True}}, "#/multipleOf"),
         ({"json": {"type": "integer", "multipleOf": 0}}, "#/multipleOf"),
-        ({"json": {"properties": []}}, "#/properties: [] is not of type 'object'"),
         ({"json": "{"}, "is not JSON"),
         ({"json": "5"}, "must be an object"),
-        ({"json": {"const": 1 - 2**63}}, "#/const, with an integer beyond"),
         ({"json": {"type": "array", "minItems": 10**9}}, "minItems"),
         ({"json": {"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}}, "multipleOf"),
         ({"json": {"a": {"b": [0] * 10}, "enum": [[]] * 7000}}, "more than 6000 objects and lists"),
@@ -140,11 +137,6 @@ def test_white_space_that_is_none(pattern: str) -> None:
         (
             {"structural_tag": '{"structures": [{"begin": 1}], "triggers": []}'},
             "is malformed (KeyError",
-        ),
-        ({"structural_tag": "{}"}, "is malformed (KeyError"),
-        (
-            {"structural_tag": '{"format": {"type": "grammar", "grammar": "// llguidance"}}'},
-            "malformed",
         ),
         (
             {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
@@ -27,24 +29,40 @@ def client(*options: str) -> TestClient:
     return TestClient(app)
 
 
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+GUARDED = ("/v1/completions", "/invocations", "/tokenize", "/generative_scoring", "/docs", "/")
+
+
 @pytest.mark.parametrize(
-    "path",
+    ("path", "headers", "status"),
     [
-        "/v1/completions",
-        "/invocations",
-        "/tokenize",
-        "/generative_scoring",
-        "/docs",
-        "/",
-        "//health",
+        # Every path, guarded by vLLM or not.
+        *((path, {}, 401) for path in (*GUARDED, "//health")),
+        *((path, bearer("another"), 401) for path in GUARDED),
+        *((path, KEY, 200) for path in GUARDED),
+        # The header of Anthropic's clients.
+        ("/v1/messages", {"x-api-key": "the key"}, 200),
+        ("/v1/messages", {"X-API-Key": "another"}, 401),
+        ("/v1/messages", {"x-api-key": ""}, 401),
+        ("/v1/messages", {"x-api-key": "Bearer the key"}, 401),
+        ("/v1/messages", {"x-api-key": "\u00e9".encode()}, 401),
+        ("/v1/messages", bearer("none") | {"x-api-key": "the key"}, 200),
+        ("/v1/messages", KEY | {"x-api-key": "another"}, 200),
+        # What load balancers and Prometheus request.
+        *((path, {}, 200) for path in ("/health", "/ping", "/metrics")),
     ],
 )
-def test_guarded(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every path, guarded by vLLM or not, needs the right key."""
+def test_guarded(
+    path: str, headers: dict[str, Any], status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every path needs the right key, as a bearer token or in x-api-key, except those that load
+    balancers and Prometheus request.
+    """
     monkeypatch.setenv("VLLM_API_KEY", "the key")
-    assert client().post(path).status_code == 401
-    assert client().post(path, headers={"Authorization": "Bearer another"}).status_code == 401
-    assert client().post(path, headers=KEY).text == "answer"
+    assert client().post(path, headers=headers).status_code == status
 
 
 def test_several_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,31 +71,10 @@ def test_several_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     server = client("--api-key", "one", "two")
     for path in ("/v1/completions", "/tokenize"):
         for key in ("one", "two"):
-            assert server.post(path, headers={"Authorization": f"Bearer {key}"}).text == "answer"
+            assert server.post(path, headers=bearer(key)).text == "answer"
         assert server.post(path, headers=KEY).status_code == 401
     assert server.post("/tokenize", headers={"x-api-key": "two"}).text == "answer"
     assert server.post("/tokenize", headers={"x-api-key": "the key"}).status_code == 401
-
-
-def test_key_of_other_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The key of Anthropic's clients in x-api-key counts as well as the bearer token."""
-    monkeypatch.setenv("VLLM_API_KEY", "the key")
-    post = client().post
-    assert post("/v1/messages", headers={"x-api-key": "the key"}).text == "answer"
-    assert post("/v1/messages", headers={"X-API-Key": "another"}).status_code == 401
-    assert post("/v1/messages", headers={"x-api-key": ""}).status_code == 401
-    assert post("/v1/messages", headers={"x-api-key": "Bearer the key"}).status_code == 401
-    assert post("/v1/messages", headers={"x-api-key": "\u00e9".encode()}).status_code == 401
-    both = {"Authorization": "Bearer none", "x-api-key": "the key"}
-    assert post("/v1/messages", headers=both).text == "answer"
-    assert post("/v1/messages", headers=KEY | {"x-api-key": "another"}).text == "answer"
-
-
-@pytest.mark.parametrize("path", ["/health", "/ping", "/metrics"])
-def test_open(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Paths that load balancers and Prometheus request need no key."""
-    monkeypatch.setenv("VLLM_API_KEY", "the key")
-    assert client().get(path).text == "answer"
 
 
 def test_no_key(monkeypatch: pytest.MonkeyPatch) -> None:

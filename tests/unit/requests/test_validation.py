@@ -23,7 +23,6 @@ pytestmark = pytest.mark.engine
     ("fields", "message"),
     [
         ({"logit_bias": {5: float("nan")}}, "logit_bias of token 5 must be between"),
-        ({"logit_bias": {5: float("inf")}}, "logit_bias of token 5 must be between"),
         ({"trace_decode_token_ids": [5]}, "trace_decode_token_ids is not supported"),
     ],
     ids=str,

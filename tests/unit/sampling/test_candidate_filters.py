@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention_kernels.vocab_statistics import (
-    NO_ID,
     LogitAdjustments,
     RowDraws,
     RowLogits,
     ordered_keys,
 )
 from tests.support.models.heads import identity_head, on_shards, output_head
-from tests.support.models.row_settings import row_draws
+from tests.support.models.row_settings import (
+    bind,
+    fake_penalties,
+    row_adjustments,
+    row_draws,
+    sampling_params,
+)
 from vllm_diffusion.decoding.statistics import PositionStatistics
 from vllm_diffusion.sampling import candidate_filters
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters, thresholds
@@ -161,25 +167,11 @@ def test_likeliest_first_and_lower_ids_of_equals(tile_size, borders):
 
 def test_what_a_request_forbids_is_no_choice():
     """A row with fewer possible ids than choices repeats the last of them."""
-    nothing = torch.full((ROWS,), -1, dtype=torch.int32)
-    empty = torch.empty(0)
-    adjustments = LogitAdjustments(
-        list_idx=torch.tensor([0, 1, -1, -1, -1, -1], dtype=torch.int32),
-        listed_ids=torch.tensor(
-            [[7, NO_ID, NO_ID, NO_ID], [9, 30, NO_ID, NO_ID]], dtype=torch.int32
-        ),
-        listed_offsets=torch.zeros(2, 4),
-        other_offsets=torch.full((2,), float("-inf")),
-        penalty_idx=nothing,
-        repetition=empty,
-        frequency=empty,
-        presence=empty,
-        prompt_mask=torch.empty(0, 2, dtype=torch.int32),
-        output_counts=torch.empty(0, VOCAB, dtype=torch.int32),
-        mask_idx=nothing,
-        masks=torch.empty(0, 2, dtype=torch.int32),
-        pin=nothing,
-    )
+    penalties = fake_penalties(ROWS, VOCAB, np.random.default_rng(0))
+    requests = row_adjustments(penalties, VOCAB)
+    for slot, allowed in enumerate(((7,), (9, 30))):
+        requests.add_request(slot, sampling_params(), allowed)
+    adjustments = bind(requests, [1] * ROWS)
     logits = logits_with_ties()
     logits[1, 30] = 9.0
     choices = sampled(identity_head(VOCAB), logits, adjustments).choices

@@ -42,7 +42,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
         (path / "config.json").write_text(json.dumps(config))
         return write_headers(path)
 
-    return lambda weights, **parallel: _configuration(folder(weights), parallel)
+    return lambda weights: _configuration(folder(weights))
 
 
 @pytest.fixture
@@ -58,11 +58,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return platform
 
 
-def _configuration(folder: Path, parallel: dict[str, Any]) -> Any:
+def _configuration(folder: Path) -> Any:
     config = vllm_config()
     config.model_config.model, config.model_config.dtype = str(folder), torch.bfloat16
     config.cache_config.kv_cache_memory_bytes = None
-    vars(config.parallel_config).update(parallel)
     return config
 
 
@@ -87,30 +86,42 @@ def test_a_model_of_the_hub(monkeypatch):
         "get_safetensors_params_metadata",
         lambda model, revision: next(answers),
     )
-    model = _configuration(Path("somebody/on-the-hub"), {}).model_config
+    model = _configuration(Path("somebody/on-the-hub")).model_config
     assert weight_bytes(model) == 18
     assert weight_bytes(model) == 0
 
 
-def test_weights_that_do_not_fit(gpu, published):
-    """Weights that do not fit are refused with their size and the GPU's."""
-    with pytest.raises(
-        ValueError, match=r"weights take 24\.3 GiB .* 23\.5 GiB, of which .* 21\.6 "
-    ):
-        check_room(published("fp8-dynamic"))
-
-
 @pytest.mark.parametrize(
-    ("weights", "parallel"),
+    ("weights", "changes", "refusal"),
     [
-        ("nvfp4-modelopt", {}),
-        ("fp8-dynamic", {"tensor_parallel_size": 2}),
-        ("fp8-dynamic", {"data_parallel_size": 2, "enable_expert_parallel": True}),
+        ("fp8-dynamic", {}, r"weights take 24\.3 GiB .* 23\.5 GiB, of which .* 21\.6 "),
+        ("nvfp4-modelopt", {}, None),
+        ("fp8-dynamic", {"parallel_config": {"tensor_parallel_size": 2}}, None),
+        (
+            "fp8-dynamic",
+            {"parallel_config": {"data_parallel_size": 2, "enable_expert_parallel": True}},
+            None,
+        ),
+        # How much moves to the host is unknown.
+        ("fp8-dynamic", {"offload_config": {"uva": SimpleNamespace(cpu_offload_gb=10)}}, None),
+        # Weights that are quantized while loading count half of their size in the file.
+        ("bf16", {}, r"weights take 47\.0 GiB"),
+        ("bf16", {"model_config": {"quantization": "fp8_per_tensor"}}, None),
     ],
+    ids=str,
 )
-def test_weights_that_fit(weights, parallel, gpu, published):
-    """Weights that fit on the GPU, or on several, are accepted."""
-    check_room(published(weights, **parallel))
+def test_room(weights, changes, refusal, gpu, published):
+    """Weights that do not fit on the GPU, or on several, are refused with their size and the
+    GPU's.
+    """
+    config = published(weights)
+    for part, values in changes.items():
+        vars(getattr(config, part)).update(values)
+    if refusal is None:
+        check_room(config)
+        return
+    with pytest.raises(ValueError, match=refusal):
+        check_room(config)
 
 
 def test_a_share_that_does_not_count(gpu, published):
@@ -120,22 +131,6 @@ def test_a_share_that_does_not_count(gpu, published):
     with pytest.raises(ValueError, match=r"has 25\.0 GiB, of which vLLM may take 23\.0"):
         check_room(config)
     config.cache_config.kv_cache_memory_bytes = GIB // 4
-    check_room(config)
-
-
-def test_weights_that_move_to_the_host(gpu, published):
-    """Weights that partly move to the host are not refused, as their size is unknown."""
-    config = published("fp8-dynamic")
-    config.offload_config.uva.cpu_offload_gb = 10
-    check_room(config)
-
-
-def test_weights_that_are_quantised_while_they_are_loaded(gpu, published):
-    """Weights quantized while loading count half of their 47.0 GiB in the file."""
-    config = published("bf16")
-    with pytest.raises(ValueError, match=r"weights take 47\.0 GiB"):
-        check_room(config)
-    config.model_config.quantization = "fp8_per_tensor"
     check_room(config)
 
 

@@ -117,25 +117,34 @@ def test_fp4_where_nothing_can_run_it(platform, is_served, monkeypatch):
         check_platform("m", fp4)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_formats_that_the_cpu_does_not_emulate(layout):
-    """A format that the CPU does not emulate is refused, even if vLLM would load it."""
-    with pytest.raises(ValueError, match="not emulated on the CPU"):
-        check_emulation("m", quantization_config(layout, []))
+def settings_of(name: str) -> Any:
+    return json.loads((CONFIGS / f"{name}.json").read_text())
 
 
-@pytest.mark.parametrize("name", ["fp8-dynamic", "nvfp4", "nvfp4-modelopt"])
-def test_formats_that_the_cpu_emulates(name):
-    """A format that the CPU emulates is accepted."""
-    check_emulation("m", json.loads((CONFIGS / f"{name}.json").read_text()))
-
-
-def test_mixed_formats_on_the_cpu():
-    """A config is refused if one of its groups has a format that is not emulated."""
+def mixed() -> dict[str, Any]:
+    """Return a config with a group that the CPU emulates and one that it does not."""
     settings = quantization_config("W4A16", [])
-    fp8 = json.loads((CONFIGS / "fp8-dynamic.json").read_text())["config_groups"]["group_0"]
+    fp8 = settings_of("fp8-dynamic")["config_groups"]["group_0"]
     settings["config_groups"]["group_1"] = fp8 | {"format": "float-quantized"}
-    with pytest.raises(ValueError, match="pack-quantized, which is not emulated"):
+    return settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        *((quantization_config(layout, []), "not emulated on the CPU") for layout in LAYOUTS),
+        (mixed(), "pack-quantized, which is not emulated"),
+        *((settings_of(name), None) for name in ("fp8-dynamic", "nvfp4", "nvfp4-modelopt")),
+    ],
+)
+def test_formats_that_the_cpu_emulates(settings, problem):
+    """A format that the CPU does not emulate is refused, also in one of several groups, even if
+    vLLM would load it.
+    """
+    if problem is None:
+        check_emulation("m", settings)
+        return
+    with pytest.raises(ValueError, match=problem):
         check_emulation("m", settings)
 
 
