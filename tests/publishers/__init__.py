@@ -7,6 +7,7 @@ FOLDER holds checkouts under the names of their repositories: ``LLaDA`` (ML-GSAI
 checkpoints), ``SDAR`` (JetAstra/SDAR at c2041a8), ``Automodel`` (NVIDIA-NeMo/Automodel's wheel
 0.7.0, unpacked), ``MinerU-Diffusion`` (opendatalab/MinerU-Diffusion at 8d456f1),
 ``CoDA`` (SalesforceAIResearch/CoDA at fa1d505), ``RND1`` (RadicalNumerics/RND1 at 87d5f46),
+``uno`` (ifm-ai/uno at 9018a5d),
 ``dllm-research`` (monash-yann/dllm-research at ecd7cd2, which has small files of Dream's and
 LLaDA's), ``DualDiffusion`` (Satgoy152/DualDiffusion at 9587d1e, which has those of Fast-dLLM v2's),
 ``DARE`` (Xenearkr/DARE at ac55266, which has those of LLaDA2.x's and of more SDARs),
