@@ -20,7 +20,7 @@ from vllm_diffusion.canvas.slots import NewRequest
 from vllm_diffusion.canvas.step import CanvasStep
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.entropy_bound import DenoisedDraft
-from vllm_diffusion.decoding.layouts import VerifiedDraft
+from vllm_diffusion.decoding.layouts import CausalDraft, VerifiedDraft
 from vllm_diffusion.decoding.reveal import LinearSpec
 from vllm_diffusion.requests.arguments import RequestArguments
 
@@ -32,6 +32,9 @@ SPECS = {
     # The mask token is one that can be drawn.
     "one step from masks": CanvasSpec.of(
         VerifiedDraft(CANVAS), LinearSpec(), 1, {}, mask_token_id=2
+    ),
+    "one causal step from some noise": CanvasSpec.of(
+        CausalDraft(CANVAS), LinearSpec(), 1, {}, noise_tokens=range(1, VOCAB)
     ),
     "two steps from noise": diffusion_gemma_spec(
         CANVAS, 2, layout=VerifiedDraft(CANVAS), rule=DenoisedDraft()

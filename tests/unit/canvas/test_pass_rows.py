@@ -19,6 +19,7 @@ from vllm_diffusion.decoding.layouts import (
     AlignedBlock,
     BlockAfterPrompt,
     CanvasLayout,
+    CausalDraft,
     FirstTokenBlock,
     FreeCanvas,
     GrowingSequence,
@@ -76,6 +77,7 @@ def batch_of(chosen: list[tuple[int, int, int, int]], slots: list[int]) -> Simpl
         (BlockAfterPrompt, True, False, False),
         (FirstTokenBlock, False, True, False),
         (VerifiedDraft, False, True, False),
+        (CausalDraft, False, True, True),
         (ShiftedBlock, True, True, True),
     ],
 )
@@ -122,13 +124,15 @@ def test_lay_out(
         is_prefilling = min(computed, prompt) < prompt
         is_over = canvas == 0 and min(computed, prompt) + known >= prompt
         bidirectional = canvas
-        if not is_block_causal and committing[slot]:
+        if layout is CausalDraft or (not is_block_causal and committing[slot]):
             bidirectional = 0
         causal[i], flags[i] = known + canvas - bidirectional, bidirectional == 0
         num_rows[slot] = canvas
         for j in range(canvas):
             at = first + known + j
             shifted = at + LENGTH - 1 if j == 0 else at - 1
+            if layout is CausalDraft and (j == 0 or committing[slot]):
+                shifted = at
             hidden = shifted if is_shifted else at
             found.append((slot, j, at, at - first, hidden))
             expected_ids[at] = canvases.canvas[slot, j]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -93,6 +94,13 @@ def test_a_slot_has_its_first_canvas_before_any_pass():
         NewRequest(RequestArguments(), prompt_len=2, given=(14, 15)),
     )
     assert slots.canvas.tolist() == [[11, 12, 13, 3, 4, 5, 6, 7], [14, 15, 4, 4, 4, 4, 4, 4]]
+
+
+def test_noise_of_some_tokens():
+    """Noise is of the tokens that a model was trained to start from, and of each of them."""
+    some = replace(diffusion_gemma_spec(CANVAS, 4), noise_tokens=range(5, 9))
+    slots = slots_of(some, *(NewRequest(RequestArguments(), seed=seed) for seed in range(9)))
+    assert set(slots.canvas.flatten().tolist()) == set(some.noise_tokens)
 
 
 @pytest.mark.parametrize("commits", [False, True])

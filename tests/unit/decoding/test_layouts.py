@@ -12,6 +12,7 @@ from vllm_diffusion.decoding.layouts import (
     AnswerSizes,
     BlockAfterPrompt,
     CanvasLayout,
+    CausalDraft,
     FirstRows,
     FirstTokenBlock,
     FreeCanvas,
@@ -26,8 +27,10 @@ from vllm_diffusion.decoding.layouts import (
 
 LENGTH = 4
 SEQUENCES = (WholeSequence, ShiftedSequence, SequenceOfBlocks, GrowingSequence)
+DRAFTS = (VerifiedDraft, CausalDraft)
 LAYOUTS = (
-    *(FreeCanvas, AlignedBlock, BlockAfterPrompt, FirstTokenBlock, ShiftedBlock, VerifiedDraft),
+    *(FreeCanvas, AlignedBlock, BlockAfterPrompt, FirstTokenBlock, ShiftedBlock),
+    *DRAFTS,
     *SEQUENCES,
 )
 # Counted from position 0.
@@ -177,9 +180,10 @@ def test_num_final() -> None:
         [[2, 3, 4, 9], [2, 3, 4, 9], [2, 9, 4, 9], [9, 3, 4, 9], [2, 3, 4, 9], [2, 3, 4, 9]]
     )
     num_rows = torch.tensor([4, 3, 4, 4, 1, 0], dtype=torch.int32)
-    final = VerifiedDraft(LENGTH).num_final(canvas, drawn, num_rows)
-    assert final.tolist() == [4, 3, 2, 1, 1, 1]
-    for other in set(LAYOUTS) - {VerifiedDraft}:
+    for layout in DRAFTS:
+        final = layout(LENGTH).num_final(canvas, drawn, num_rows)
+        assert final.tolist() == [4, 3, 2, 1, 1, 1]
+    for other in set(LAYOUTS) - {*DRAFTS}:
         assert other(LENGTH).num_final(canvas, drawn, num_rows) is num_rows
 
 
@@ -194,12 +198,21 @@ def test_shift() -> None:
         assert found[layout] == [0] * 9
     assert found[FirstTokenBlock] == found[VerifiedDraft] == [0, 0, 0, 0, 1, 1, 1, 1, 1]
     assert found[ShiftedBlock] == [LENGTH, 0, 0, 0, LENGTH, 0, 0, 0, 1]
+    assert found[CausalDraft] == [1, 0, 0, 0, 1, 1, 1, 1, 1]
+
+
+def test_drafted() -> None:
+    """All rows of a draft are drafted, but for the first of a causal one; no other rows are."""
+    position = torch.arange(LENGTH)
+    for layout in LAYOUTS:
+        expected = position >= {VerifiedDraft: 0, CausalDraft: 1}.get(layout, LENGTH)
+        assert torch.equal(layout(LENGTH).drafted(position), expected)
 
 
 def test_predicting_position() -> None:
     """The last emitted row of a canvas draws the first token of the next one."""
     num_final = torch.tensor([0, 1, 3, LENGTH], dtype=torch.int32)
-    for layout in (FirstTokenBlock, VerifiedDraft):
+    for layout in (FirstTokenBlock, *DRAFTS):
         assert layout(LENGTH).predicting_position(num_final).tolist() == [0, 0, 2, LENGTH - 1]
     assert ShiftedBlock(LENGTH).predicting_position(num_final).tolist() == [0] * 4
     for layout in (FreeCanvas, AlignedBlock, BlockAfterPrompt, *SEQUENCES):

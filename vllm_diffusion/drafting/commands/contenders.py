@@ -26,9 +26,9 @@ METHODS = (
 EXACT = ("autoregressive", "linear_spec")
 WAYS = (*EXACT, DIFFUSION, MIXED)
 # What the tiny pair is measured with.
-TINY_METHODS = (DFLASH, "dflash,steps=2", "dflash,steps=4", ADAPTIVE)
-# Those whose tokens come from the text so far, or from the target's own heads.
-_WITHOUT_A_DRAFT = (NGRAM, "mtp", "ngram_gpu", "suffix")
+TINY_METHODS = (DFLASH, "dflash,steps=2", UNO, ADAPTIVE)
+# Those whose tokens come from the text so far, or from what the target has itself.
+_WITHOUT_A_DRAFT = (NGRAM, UNO, "mtp", "ngram_gpu", "suffix")
 # Tokens drafted where the draft has no block.
 _NUM_DRAFTS = 4
 # What vLLM looks for in the text so far: its own default is five tokens, no less.
@@ -81,7 +81,9 @@ def named_draft(value: str) -> tuple[str, str]:
     # A path may have the sign too, a method has no slash.
     if not is_named or "/" in method:
         return DFLASH, values.model(value)
-    return named_method(method).name, values.model(name)
+    chosen = named_method(method).name
+    # An adapter is no model: its server says what is wrong with it.
+    return chosen, name if chosen == UNO and name else values.model(name)
 
 
 def contenders(methods: Sequence[Method], given: Sequence[tuple[str, str]]) -> list[Contender]:
@@ -173,12 +175,12 @@ def _uno_options(adapter: str, settings: dict[str, Any]) -> tuple[str, ...]:
     """Return options of ``vllm serve`` for a target that drafts for itself.
 
     Args:
-        adapter: The LoRA of its drafts.
+        adapter: The LoRA of its drafts; empty for the one next to the weights.
         settings: Content of ``additional_config["diffusion"]``.
     """
     overrides = {"architectures": ["UnoQwen3ForCausalLM"]}
-    section = {"draft_adapter": adapter, **settings}
-    chosen = ("--additional-config", json.dumps({"diffusion": section}))
+    section = ({"draft_adapter": adapter} if adapter else {}) | settings
+    chosen = ("--additional-config", json.dumps({"diffusion": section})) if section else ()
     return ("--hf-overrides", json.dumps(overrides), *chosen)
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from openai import OpenAI
 
 # Held-out questions of the shipped checkpoints' tasks, and others;
-# examples/checkpoints/write_tiny_tasks.py writes it.
+# examples/checkpoints/write_tiny_tasks.py wrote it, at commit 7f70a7b0.
 TINY_TASKS_FILE = Path(__file__).resolve().parents[2] / "checkpoints" / "tiny_tasks.jsonl"
 TINY_TASKS = "tiny-tasks"
 _WHAT = f"a file of JSON lines, the folder of a recording, or {TINY_TASKS}"
