@@ -39,6 +39,15 @@ class RowCounts:
     committed: int = 0
     ended: int = 0
 
+    @property
+    def read(self) -> tuple[int, int, int, int]:
+        """Rows of requests that go on, and those among them of each kind.
+
+        In the asynchronous order it depends on the machine's time whether a request that has ended
+        is in one more pass.
+        """
+        return self.rows - self.ended, self.denoised, self.last, self.committed
+
 
 class RowCounter:
     """Counts the rows of an engine; ``counts`` may be replaced by new ones at any time.
