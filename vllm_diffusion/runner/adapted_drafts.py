@@ -29,16 +29,16 @@ from vllm_diffusion.startup.draft_lora import DraftLora, verifies_drafts
 class _AdaptedLinearMethod(LinearMethodBase):
     """A layer's own method, and in rows of drafts the LoRA on top."""
 
-    def __init__(self, base: LinearMethodBase, scale: float, sizes: list[int]) -> None:
+    def __init__(self, base: LinearMethodBase, adapter: DraftAdapter, sizes: list[int]) -> None:
         """Wrap a method.
 
         Args:
             base: The layer's own.
-            scale: Factor of the product.
+            adapter: The LoRA.
             sizes: Outputs of each of the published modules that the layer is.
         """
         self.base = base
-        self.scale = scale
+        self.adapter = adapter
         self.sizes = sizes
 
     def create_weights(self, *args: Any, **kwargs: Any) -> None:
@@ -49,12 +49,14 @@ class _AdaptedLinearMethod(LinearMethodBase):
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         output: Tensor = self.base.apply(layer, x, bias)
+        if not self.adapter.acts:
+            return output
         low = nn.functional.linear(x, layer.draft_lora_a).chunk(len(self.sizes), dim=-1)
         ups = layer.draft_lora_b.split(self.sizes)
         pairs = zip(low, ups, strict=True)
         added = torch.cat([nn.functional.linear(half, up) for half, up in pairs], dim=-1)
         is_draft = layer.is_draft_row[: x.shape[0], None]
-        return torch.where(is_draft, output + self.scale * added, output)
+        return torch.where(is_draft, output + self.adapter.scale * added, output)
 
 
 class DraftAdapter:
@@ -63,6 +65,9 @@ class DraftAdapter:
     Attributes:
         is_draft_row: [max_num_tokens], bool: rows of the pass that it acts on, at an address that
             never changes.
+        acts: False in a pass without such rows, where no graph is captured and looking costs
+            nothing: on a CPU.
+        scale: Factor of the products.
     """
 
     def __init__(self, lora: DraftLora, model: nn.Module, max_num_tokens: int) -> None:
@@ -75,6 +80,7 @@ class DraftAdapter:
             max_num_tokens: Largest number of tokens of a pass.
         """
         self._lora = lora
+        self.acts, self.scale = True, lora.scale
         self.is_draft_row = torch.zeros(max_num_tokens, dtype=torch.bool)
         renaming: Any = getattr(model, "hf_to_vllm_mapper", WeightsMapper()).get_rename_mapper()
         packed: Any = getattr(model, "packed_modules_mapping", {})
@@ -100,7 +106,7 @@ class DraftAdapter:
             ("is_draft_row", self.is_draft_row),
         ):
             layer.register_buffer(name, buffer, persistent=False)
-        layer.quant_method = _AdaptedLinearMethod(layer.quant_method, self._lora.scale, sizes)
+        layer.quant_method = _AdaptedLinearMethod(layer.quant_method, self, sizes)
 
     def load(self) -> None:
         """Copy this rank's part from the file."""
@@ -139,7 +145,9 @@ class AdaptedDraftState(BlockDiffusionModelState):
             )
             is_denoised = slots.phase == int(Phase.DENOISING)
             of_canvas = is_denoised & ~rows.of_slots.last_known
-            adapter.is_draft_row.zero_()[rows.index[sampled]] = is_draft & of_canvas[slot]
+            is_draft = is_draft & of_canvas[slot]
+            adapter.is_draft_row.zero_()[rows.index[sampled]] = is_draft
+            adapter.acts = is_draft.device.type != "cpu" or bool(is_draft.any())
         return inputs
 
 
