@@ -17,6 +17,8 @@ from vllm_diffusion.checkpoints import shipped_checkpoint
 pytestmark = pytest.mark.engine
 
 ALL = json.dumps({"diffusion": {"rules": "all"}})
+UNO = json.dumps({"architectures": ["UnoQwen3ForCausalLM"]})
+HERMES = ["--tool-call-parser", "hermes", "--enable-auto-tool-choice"]
 
 
 def report_of(served: Served, num_rows: int | None = None) -> Report:
@@ -54,9 +56,14 @@ SERVERS: dict[str, Any] = {
     ),
     # The others are synchronous, as a CPU serves by default.
     "asynchronous": lambda folder: (SHIPPED, [*PARSERS, "--async-scheduling"], {"canvas": 32}),
+    "uno": lambda folder: (
+        shipped_checkpoint("qwen3"),
+        ["--hf-overrides", UNO, "--additional-config", ALL, *HERMES],
+        {"canvas": 9, "ways": ("linear_spec", "autoregressive")},
+    ),
     "sdar": lambda folder: (
         shipped_checkpoint("sdar"),
-        ["--tool-call-parser", "hermes", "--enable-auto-tool-choice"],
+        HERMES,
         {"canvas": 8, "is_masked": True, "is_aligned": True},
     ),
     **{

@@ -114,10 +114,7 @@ class Server:
 
     def assert_alive(self) -> None:
         """Check that a small request is answered."""
-        response = self.post(
-            "/v1/completions",
-            {"prompt": "a", "max_tokens": 1, "vllm_xargs": {"diffusion_max_steps": 1}},
-        )
+        response = self.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
         assert response.status_code == 200, response.text
         assert self.process.poll() is None
 
