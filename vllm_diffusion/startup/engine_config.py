@@ -239,16 +239,14 @@ class BlockDiffusionEngineConfig:
                 raise ValueError(
                     f"{OPTION}: rules={settings.rules!r} must include {name!r}; add it, or leave rules out."
                 )
-        # Requests have the settings of diffusion: there is one value of each.
-        of_drafts = replace(
-            settings, rule=LINEAR_SPEC, max_denoising_steps=None, preset=None, of_rule={}
-        )
-        diffusion = drafts = cls.canvas_spec(model_config, of_drafts, canvases)
+        of_own = replace(settings, rule=own)
         if own != LINEAR_SPEC:
-            of_diffusion = replace(
-                settings, rule=own, draft_length=None, draft_steps=None, draft_adapter=None
-            )
-            diffusion = cls.canvas_spec(model_config, of_diffusion, canvases)
+            # Requests have the settings of diffusion: there is one value of each.
+            of_own = replace(of_own, draft_length=None, draft_steps=None, draft_adapter=None)
+            settings = replace(settings, max_denoising_steps=None, preset=None, of_rule={})
+        of_drafts = replace(settings, rule=LINEAR_SPEC)
+        diffusion = cls.canvas_spec(model_config, of_own, canvases)
+        drafts = cls.canvas_spec(model_config, of_drafts, canvases)
         (denoised,), (verified,) = diffusion.ways, drafts.ways
         ways = {
             own: replace(denoised, name=own),

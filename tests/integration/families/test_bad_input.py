@@ -56,6 +56,7 @@ MODELS: dict[str, Callable[[], TinyModel]] = {
     "llada2_2": llada2_2,
     "mineru": mineru,
     "nemotron": tiny.nemotron,
+    "uno": tiny.uno,
 }
 
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.layouts import CausalDraft
 from vllm_diffusion.decoding.reveal import LinearSpec
+from vllm_diffusion.decoding.rule import INT32_MAX, Setting
 from vllm_diffusion.startup.draft_lora import (
     DraftLora,
     log_drafts,
@@ -92,14 +93,15 @@ class UnoEngineConfig(MaskedEngineConfig):
         cls, model_config: ModelConfig, settings: PluginSettings, canvases: DiffusionConfig
     ) -> CanvasSpec:
         spec = super().canvas_spec(model_config, settings, canvases)
-        # Trained on tokens before the mask; 0 is left out as there.
-        end = min(spec.mask_token_id or 0, model_config.get_vocab_size())
-        if end < 2:
+        mask = spec.mask_token_id
+        if not Setting(int, 2, INT32_MAX).allows(mask):
             raise ValueError(
-                f"mask_token_id={end} in config.json of the checkpoint must be at least 2: drafts start from "
-                "random tokens before it; correct it, or leave it out."
+                f"mask_token_id={mask!r} in config.json of the checkpoint must be an integer of at least 2: drafts "
+                "start from random tokens before it; correct it, or leave it out."
             )
-        return replace(spec, mask_token_id=None, noise_tokens=range(1, end))
+        # As in training, without the first id.
+        noise = range(1, min(mask, model_config.get_vocab_size()))
+        return replace(spec, mask_token_id=None, noise_tokens=noise)
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
