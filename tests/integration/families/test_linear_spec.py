@@ -410,6 +410,31 @@ def test_way_of_each_request(is_async: bool, tmp_path: Path) -> None:
             ]
 
 
+def test_rows_of_partly_rotated_heads(tmp_path: Path) -> None:
+    """A draft's queries, keys and values are those of a checkpoint with the adapter merged into it,
+    whose rows vLLM permutes as it loads them; where it leaves them, as of quantised layers, the
+    adapter's rows stay too.
+    """
+    model = agreeing_model("uno_k2")
+    model.save(tmp_path / "own")
+    scale = model.alpha / model.lora_config["r"]
+    with torch.no_grad():
+        for name, (down, up) in model.lora.items():
+            model.body.get_submodule(name).weight += scale * up @ down
+    model.save(tmp_path / "merged")
+    x = torch.randn(8, model.config["hidden_size"], generator=torch.Generator().manual_seed(0))
+    found = []
+    for name, rule in (("own", DRAFTING), ("merged", CAUSAL)):
+        with TracedEngine(tmp_path / name, **ruled(rule, **model.options)) as engine:
+            served = engine.runner.model
+            if rule == DRAFTING:
+                served.draft_adapter.is_draft_row.fill_(True)
+            found.append([layer.self_attn.qkv_proj(x)[0] for layer in served.model.layers])
+            served.model.layers[0].self_attn.fold_rope_weights = False
+            assert served.loaded_rows("model.layers.0.self_attn.q_proj", x) is x
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", [DRAFTING, CAUSAL])
 def test_two_processes(rule: str, model: SelfDrafting, tmp_path: Path) -> None:
