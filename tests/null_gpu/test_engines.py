@@ -22,7 +22,7 @@ SERVE = "tests.null_gpu.engine_cases:serve"
 # The versions of LLaDA2 before it differ from 2.2 in their rule alone, and SDAR's block of 32 in a
 # number: they are rehearsed.
 FAMILIES = [name for name in CASES if name not in ("llada2.0", "llada2.1", "sdar-block-32")]
-FAMILIES += [*WITHOUT_STRATEGY, "uno"]
+FAMILIES += [*WITHOUT_STRATEGY, "uno", "uno_k2"]
 WHOLE_SEQUENCES = ("mdlm", "llada", "llada-moe", "illada", *WITHOUT_STRATEGY)
 # A pass of whole sequences, one whose rows arrive as embeddings, for pictures, and one of drafts
 # with a LoRA on each layer.

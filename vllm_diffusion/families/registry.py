@@ -67,6 +67,8 @@ FAMILIES = (
     ),
     _family("SDARForCausalLM", "sdar", "SDAREngineConfig", "SDARConfig"),
     _family("UnoQwen3ForCausalLM", "uno", "UnoEngineConfig", beside_adapter="SDARForCausalLM"),
+    # A name that an operator gives, since config.json has that of the autoregressive model.
+    _family("UnoK2HorizonForCausalLM", "uno", "UnoK2HorizonEngineConfig"),
     _family("SDARMoeForCausalLM", "sdar", "SDARMoeEngineConfig", "SDARMoeConfig"),
     _family("LLaDA2MoeModelLM", "llada2", "LLaDA2EngineConfig", "LLaDA2MoeConfig"),
     _family(

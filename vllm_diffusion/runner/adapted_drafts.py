@@ -7,7 +7,7 @@ rank adds what its part of a layer gives, before ranks are summed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -108,8 +108,12 @@ class DraftAdapter:
             layer.register_buffer(name, buffer, persistent=False)
         layer.quant_method = _AdaptedLinearMethod(layer.quant_method, self, sizes)
 
-    def load(self) -> None:
-        """Copy this rank's part from the file."""
+    def load(self, loaded_rows: Callable[[str, Tensor], Tensor]) -> None:
+        """Copy this rank's part from the file.
+
+        Args:
+            loaded_rows: :meth:`AdaptedDraftModel.loaded_rows` of the model.
+        """
         from safetensors.torch import load_file
 
         tensors = load_file(self._lora.file)
@@ -120,7 +124,8 @@ class DraftAdapter:
             for name, down, up in zip(parts, *halves, strict=True):
                 if name is not None:
                     _copy_part(layer, tensors[f"{name}.lora_A.weight"], down, dim=1)
-                    _copy_part(layer, tensors[f"{name}.lora_B.weight"], up, dim=0)
+                    rows = loaded_rows(name, tensors[f"{name}.lora_B.weight"])
+                    _copy_part(layer, rows, up, dim=0)
 
 
 def _copy_part(layer: Any, whole: Tensor, part: Tensor, dim: int) -> None:
@@ -180,8 +185,17 @@ class AdaptedDraftModel(MaskedModel):
         is_first = not hasattr(self, "_was_loaded")
         loaded = super().load_weights(weights)
         if self.draft_adapter is not None and is_first:
-            self.draft_adapter.load()
+            self.draft_adapter.load(self.loaded_rows)
         return loaded
+
+    def loaded_rows(self, module: str, rows: Tensor) -> Tensor:
+        """Return rows of an adapter in the order in which vLLM's class has a module's outputs.
+
+        Args:
+            module: Published name of the module.
+            rows: [out_features, rank], in the checkpoint's order.
+        """
+        return rows
 
     def get_model_state_cls(self) -> type[ModelState]:
         """The state whose canvases are tokens; vLLM's own in the autoregressive mode."""

@@ -31,6 +31,7 @@ class Checkpoint:
         gb: Size of its files, where it was read.
         format: Of its weights.
         licence: As its page says.
+        base: Checkpoint that is served, of a repository that holds only an adapter for it.
     """
 
     id: str
@@ -40,6 +41,7 @@ class Checkpoint:
     gb: float | None = None
     format: str = "BF16"
     licence: str = ""
+    base: str | None = None
 
     @property
     def weights_gb(self) -> float:
@@ -71,7 +73,7 @@ class CheckpointFamily:
         checkpoint: The checkpoints.
         checked: What was held to what.
         open: What is not known.
-        options: Of ``vllm serve``.
+        options: Of ``vllm serve``, where ``{id}`` stands for the checkpoint's.
     """
 
     name: str
@@ -85,7 +87,9 @@ class CheckpointFamily:
         """Return the line that serves one of the checkpoints."""
         num_gpus = checkpoint.num_gpus
         ranks = f"--tensor-parallel-size {num_gpus}" if num_gpus > 1 else ""
-        return " ".join(filter(None, ["vllm serve", checkpoint.id, self.options, ranks]))
+        options = self.options.replace("{id}", checkpoint.id)
+        served = checkpoint.base or checkpoint.id
+        return " ".join(filter(None, ["vllm serve", served, options, ranks]))
 
 
 @cache

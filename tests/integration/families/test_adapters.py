@@ -14,7 +14,7 @@ from tests.support.families import makers
 from tests.support.families.cases import EVERY_CASE, expected
 from tests.support.families.llada2_model import separate_experts
 from tests.support.families.makers import LLaDA
-from tests.support.families.model import Maker, prompt_of
+from tests.support.families.model import prompt_of
 from tests.support.models.adapters import LINEAR, adapt, rename
 
 pytestmark = pytest.mark.engine
@@ -109,21 +109,24 @@ def test_tokens(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("family", ["nemotron", "uno"])
+@pytest.mark.parametrize("family", ["nemotron", "uno", "uno_k2"])
 def test_drafts(family: str, tmp_path: Path) -> None:
     """With ``linear_spec`` the checkpoint's draft adapter acts next to a request's adapter.
 
     Tokens are those of the autoregressive mode in one process, with the request's adapter alone.
     """
-    make: Maker = getattr(makers, family)
-    checkpoint = make().save(tmp_path / "checkpoint")
-    adapt(make().body, tmp_path / "adapter", seed=1, target_modules=TARGETS["nemotron"])
+    # With adapters of requests K2-Horizon's heads are rotated whole.
+    sizes = {"rope_head_dim": 32} if family == "uno_k2" else {}
+    model = getattr(makers, family)(**sizes)
+    checkpoint = model.save(tmp_path / "checkpoint")
+    adapt(model.body, tmp_path / "adapter", seed=1, target_modules=TARGETS["nemotron"])
     if family == "nemotron":
         rename(tmp_path / "adapter", lambda module: module.replace("model.", "encoder.", 1))
     params = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
     plain = [{"prompt": prompt_of(length, seed=length), "params": params} for length in (5, 33, 70)]
     adapter = ("adapter", 1, str(tmp_path / "adapter"))
     options = {"max_model_len": 256, "max_num_seqs": 4, "enable_lora": True, "max_lora_rank": 8}
+    options |= model.options
     requests = plain + [request | {"adapter": adapter} for request in plain]
     drafted, alone = (
         tokens_of_batch(

@@ -18,7 +18,7 @@ from tests.support.engines.vllm_configs import configure
 from tests.support.families import makers as tiny
 from tests.support.families.llada2_model import DELETE_ID, SPLIT_ID, llada2, llada2_2
 from tests.support.families.mineru_model import mineru
-from tests.support.families.model import MASK_ID, TinyModel
+from tests.support.families.model import MASK_ID, VOCAB_SIZE, TinyModel
 from tests.support.models.checkpoints import SHIPPED
 from tests.support.models.specs import diffusion_gemma_spec, masked_spec
 from vllm_diffusion.checkpoints import shipped_checkpoint
@@ -198,6 +198,33 @@ def test_uno_is_told_by_its_adapter(tmp_path: Path, start_log: pytest.LogCapture
     assert f"the LoRA {elsewhere}" in start_log.text
     configure(tmp_path / "own", **uno, **setting(rule="autoregressive"))
     assert "draft_adapter" in refusal(tmp_path / "own", **setting(draft_adapter=str(elsewhere)))
+
+
+def test_uno_on_k2_horizon(tmp_path: Path, start_log: pytest.LogCaptureFixture) -> None:
+    """Its adapter lies elsewhere, and random tokens are of the whole vocabulary.
+
+    Models for which no adapter was trained are refused, and with partly rotated heads adapters of
+    requests, which vLLM would add to other channels.
+    """
+    model = tiny.uno_k2()
+    folder = model.save(tmp_path / "base")
+    elsewhere = setting(draft_adapter=str((folder / "adapter").rename(tmp_path / "elsewhere")))
+    found = configure(folder, **model.options, **elsewhere).model_config
+    assert found.architecture == "UnoK2HorizonForCausalLM"
+    assert found.diffusion.spec.noise_tokens == range(1, VOCAB_SIZE)
+    assert f"the LoRA {tmp_path / 'elsewhere'}" in start_log.text
+    # Without the operator's word it is vLLM's own model.
+    plain = configure(folder, trust_remote_code=True).model_config
+    assert plain.architecture == "K2HorizonForCausalLM"
+    assert not hasattr(plain, "diffusion")
+
+    adapters = {"enable_lora": True}
+    assert "rope_head_dim=16" in refusal(folder, **model.options, **elsewhere, **adapters)
+    for name, value in (("num_experts", 8), ("attention_gate_func", "silu")):
+        of_folder = changed(shutil.copytree(folder, tmp_path / name), **{name: value})
+        assert f"{name}={value!r}" in refusal(of_folder, **model.options, **elsewhere)
+    whole = changed(folder, rope_head_dim=None)
+    configure(whole, **model.options, **elsewhere, **adapters)
 
 
 @pytest.mark.parametrize("sign", ["use_regular_causal", "block_size"])

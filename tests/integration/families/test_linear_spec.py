@@ -23,7 +23,7 @@ from tests.support.engines.generate import tokens_of_batch
 from tests.support.families import makers, nemotron, uno
 from tests.support.families import run as loops
 from tests.support.families.makers import SelfDrafting, Uno
-from tests.support.families.model import MASK_ID, prompt_of
+from tests.support.families.model import MASK_ID, VOCAB_SIZE, prompt_of
 from tests.support.families.run import Run
 from tests.support.oracles.frames import EVERY_FIELD, Watched
 from vllm_diffusion.metrics import request_metrics
@@ -32,7 +32,6 @@ pytestmark = pytest.mark.engine
 
 BLOCK, MAX_MODEL_LEN = 8, 256
 DRAFTING, CAUSAL = "linear_spec", "autoregressive"
-UNO_MASK_ID = makers.uno.config["mask_token_id"]
 # Chunks of 80 tokens, and a cache that holds one request of the longest, or two others.
 OPTIONS: dict[str, Any] = {
     "max_model_len": MAX_MODEL_LEN,
@@ -101,7 +100,7 @@ def drafting(
     prompt: Sequence[int],
     wanted: Any,
     block_length: int = BLOCK,
-    is_uno: bool = False,
+    noise_end: int | None = None,
 ) -> Run:
     """Return the published loop with LoRA on drafts alone, for some tokens more."""
     common: dict[str, Any] = {
@@ -110,11 +109,16 @@ def drafting(
         "temperature": wanted.temperature,
         "sample": sample_of(wanted),
     }
-    if is_uno:
-        return uno.generate(model, prompt, **common, mask_token_id=UNO_MASK_ID, seed=wanted.seed)
+    if noise_end is not None:
+        return uno.generate(model, prompt, **common, mask_token_id=noise_end, seed=wanted.seed)
     # Greedy, as ours are.
     greedy = {"draft_sample": lambda logits, draws: logits.argmax(-1)}
     return nemotron.linear_spec_generate(model, prompt, **common, **greedy, mask_token_id=MASK_ID)
+
+
+def noise_end(model: SelfDrafting) -> int | None:
+    """Return the id that ends Uno's random tokens; ``None`` for a model that drafts from masks."""
+    return (model.config["mask_token_id"] or VOCAB_SIZE) if isinstance(model, Uno) else None
 
 
 def accepted(run: Run) -> list[int]:
@@ -143,7 +147,7 @@ def counting(engine: TracedEngine) -> Iterator[list[int]]:
         engine.scheduler.update_from_output = update
 
 
-@pytest.fixture(scope="module", params=["nemotron", "uno"])
+@pytest.fixture(scope="module", params=["nemotron", "uno", "uno_k2"])
 def model(request: pytest.FixtureRequest) -> SelfDrafting:
     return agreeing_model(request.param)
 
@@ -166,7 +170,8 @@ def engine(
 ) -> Iterator[TracedEngine]:
     rule, is_async = request.param
     folder = model.save(tmp_path_factory.mktemp(rule))
-    with TracedEngine(folder, **ruled(rule, async_scheduling=is_async)) as served:
+    options = ruled(rule, async_scheduling=is_async, **model.options)
+    with TracedEngine(folder, **options) as served:
         yield served
 
 
@@ -217,15 +222,15 @@ def test_accepted_counts(engine: TracedEngine, model: SelfDrafting) -> None:
     differs = 0
     for seed, temperature in ((3, 0.0), (6, 0.8)):
         prompt, wanted = prompt_of(20, seed=seed), params(temperature=temperature, seed=seed)
-        is_uno = isinstance(model, Uno)
-        loop = drafting(model, prompt, wanted, is_uno=is_uno)
+        end = noise_end(model)
+        loop = drafting(model, prompt, wanted, noise_end=end)
         # Which the loop would draft anew where it is a block's first token.
         assert MASK_ID not in loop.tokens
         with counting(engine) as found:
             (completion,) = generate(engine, [prompt], [wanted])
         assert found[:-1] == accepted(loop)[: len(found) - 1]
         plain = drafting(
-            lambda ids, visible, **_: model(ids, visible), prompt, wanted, is_uno=is_uno
+            lambda ids, visible, **_: model(ids, visible), prompt, wanted, noise_end=end
         )
         differs += accepted(plain) != accepted(loop)
         metrics = request_metrics(completion)
@@ -253,7 +258,7 @@ def test_narrow_drafts(engine: TracedEngine, model: SelfDrafting) -> None:
     with counting(engine) as found:
         (completion,) = generate(engine, [prompt], [wanted])
     assert list(completion.token_ids) == expected(model, prompt, wanted)
-    loop = drafting(model, prompt, wanted, block_length=3, is_uno=isinstance(model, Uno))
+    loop = drafting(model, prompt, wanted, block_length=3, noise_end=noise_end(model))
     assert found[:-1] == accepted(loop)[: len(found) - 1]
 
 
@@ -282,7 +287,7 @@ def test_end_tokens(engine: TracedEngine, model: SelfDrafting) -> None:
 @drafts
 def test_min_tokens_and_biases(engine: TracedEngine, model: SelfDrafting) -> None:
     """No end comes before ``min_tokens``, and a bias reaches every row."""
-    prompt = prompt_of(33, seed=10)
+    prompt = prompt_of(33, seed=11)
     end, favoured = expected(model, prompt, params())[0], 40
 
     def adjusted(ids: Tensor, visible: Tensor, **_: Any) -> Tensor:
@@ -405,6 +410,31 @@ def test_way_of_each_request(is_async: bool, tmp_path: Path) -> None:
             ]
 
 
+def test_rows_of_partly_rotated_heads(tmp_path: Path) -> None:
+    """A draft's queries, keys and values are those of a checkpoint with the adapter merged into it,
+    whose rows vLLM permutes as it loads them; where it leaves them, as of quantised layers, the
+    adapter's rows stay too.
+    """
+    model = agreeing_model("uno_k2")
+    model.save(tmp_path / "own")
+    scale = model.alpha / model.lora_config["r"]
+    with torch.no_grad():
+        for name, (down, up) in model.lora.items():
+            model.body.get_submodule(name).weight += scale * up @ down
+    model.save(tmp_path / "merged")
+    x = torch.randn(8, model.config["hidden_size"], generator=torch.Generator().manual_seed(0))
+    found = []
+    for name, rule in (("own", DRAFTING), ("merged", CAUSAL)):
+        with TracedEngine(tmp_path / name, **ruled(rule, **model.options)) as engine:
+            served = engine.runner.model
+            if rule == DRAFTING:
+                served.draft_adapter.is_draft_row.fill_(True)
+            found.append([layer.self_attn.qkv_proj(x)[0] for layer in served.model.layers])
+            served.model.layers[0].self_attn.fold_rope_weights = False
+            assert served.loaded_rows("model.layers.0.self_attn.q_proj", x) is x
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", [DRAFTING, CAUSAL])
 def test_two_processes(rule: str, model: SelfDrafting, tmp_path: Path) -> None:
@@ -418,6 +448,7 @@ def test_two_processes(rule: str, model: SelfDrafting, tmp_path: Path) -> None:
         {"prompt": prompt, "params": {name: getattr(one, name) for name in names}}
         for prompt, one in zip(prompts, wanted, strict=True)
     ]
-    assert tokens_of_batch(folder, requests, **ruled(rule, tensor_parallel_size=2)) == [
+    options = ruled(rule, tensor_parallel_size=2, **model.options)
+    assert tokens_of_batch(folder, requests, **options) == [
         expected(model, prompt, one) for prompt, one in zip(prompts, wanted, strict=True)
     ]

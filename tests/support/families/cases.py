@@ -470,14 +470,16 @@ def checkpoint_of(family: str, folder: Path) -> tuple[Path, dict[str, Any]]:
     """A checkpoint, and the options of an engine that it needs.
 
     Args:
-        family: Of :data:`EVERY_CASE`, or ``"uno"``; any other name is DiffusionGemma's, whose
-            canvases take few steps: what is kept of one is what it was denoised on.
+        family: Of :data:`EVERY_CASE`, ``"uno"`` or ``"uno_k2"``; any other name is
+            DiffusionGemma's, whose canvases take few steps: what is kept of one is what it was
+            denoised on.
         folder: For the checkpoint.
     """
     if family in EVERY_CASE:
         return EVERY_CASE[family].make().save(folder), dict(EVERY_CASE[family].options)
-    if family == "uno":
-        return tiny.uno().save(folder), {}
+    if family in ("uno", "uno_k2"):
+        model = getattr(tiny, family)()
+        return model.save(folder), dict(model.options)
     return random_checkpoint(folder, generation_config={"max_denoising_steps": 6}), {}
 
 

@@ -357,8 +357,10 @@ class SelfDrafting(TinyModel):
             product is ``lora_alpha / r``.
         folder: Where a checkpoint has the adapter.
         targets: Modules that it adapts.
+        options: Options of an engine that it needs.
     """
 
+    options: ClassVar[dict[str, Any]] = {}
     folder: ClassVar[str]
     targets: ClassVar[tuple[str, ...]]
     alpha: ClassVar[int]
@@ -438,6 +440,84 @@ class Uno(SelfDrafting):
 
 # Uno: the published bundle has SDAR's class; drafts start from tokens before the mask.
 uno = replace(sdar, config=sdar.config | {"mask_token_id": 300}, kind=Uno)
+
+
+class _GroupedNorm(nn.Module):
+    """RMSNorm of each of several groups of channels."""
+
+    def __init__(self, size: int, num_groups: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.num_groups, self.epsilon = num_groups, epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = x.unflatten(-1, (self.num_groups, -1))
+        scale = (groups.pow(2).mean(-1, keepdim=True) + self.epsilon).rsqrt()
+        return self.weight * (groups * scale).flatten(-2)
+
+
+def k2_horizon_body(config: dict[str, Any]) -> nn.Module:
+    """Make a dense K2-Horizon: a Llama with norms of groups, and heads that are rotated in part.
+
+    The rotated channels are the first of each half of a head; the others turn by no angle.
+    """
+    model: Any = transformers_body("Llama")(config)
+    rotated, theta = config["rope_head_dim"], config["rope_parameters"]["rope_theta"]
+    angles = theta ** -(torch.arange(0, rotated, 2) / rotated)
+    still = torch.zeros(config["head_dim"] // 2 - len(angles))
+    model.model.rotary_emb.inv_freq = torch.cat([angles, still])
+    groups = config["hidden_size"], config["layernorm_num_groups"], config["rms_norm_eps"]
+    model.model.norm = _GroupedNorm(*groups)
+    for layer in model.model.layers:
+        layer.input_layernorm = _GroupedNorm(*groups)
+        layer.post_attention_layernorm = _GroupedNorm(*groups)
+    return model  # type: ignore[no-any-return]
+
+
+class UnoK2Horizon(Uno):
+    """K2-Horizon, with its marks of thought; its configuration class is code of its repository."""
+
+    options: ClassVar[dict[str, Any]] = {
+        "trust_remote_code": True,
+        "hf_overrides": {"architectures": ["UnoK2HorizonForCausalLM"]},
+    }
+
+    def save(self, folder: Path) -> Path:
+        """The checkpoint, with that code and these marks."""
+        super().save(folder)
+        path = folder / "tokenizer.json"
+        text = path.read_text().replace("<unused0>", "<ifm|think>")
+        path.write_text(text.replace("<unused1>", "</ifm|think>"))
+        (folder / "configuration_k2_horizon.py").write_text(
+            "from transformers import PretrainedConfig\n\n\n"
+            "class K2HorizonConfig(PretrainedConfig):\n"
+            '    model_type = "k2_horizon"\n'
+        )
+        return folder
+
+
+# K2-Horizon: without a mask token, and here with the partial rotation that no published one has.
+uno_k2 = Maker(
+    k2_horizon_body,
+    9,
+    {
+        "architectures": ["K2HorizonForCausalLM"],
+        "auto_map": {"AutoConfig": "configuration_k2_horizon.K2HorizonConfig"},
+        "model_type": "k2_horizon",
+        "mask_token_id": None,
+        "head_dim": 32,
+        "rope_head_dim": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "attention_bias": False,
+        "attention_gate_func": None,
+        "layernorm_num_groups": 2,
+        "query_key_norm": False,
+        "num_experts": 0,
+        "mova_num_experts": 0,
+    },
+    block_length_key=None,
+    kind=UnoK2Horizon,
+)
 
 # Nemotron-Labs-Diffusion: its original length is 16, so that scaling acts on short prompts.
 nemotron = Maker(

@@ -121,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
         # One task, and enough of it that as many requests run at a time as are requested.
         num_prompts = max(*concurrencies, len(prompts))
         prompts = [replace(each, task="all") for each in islice(cycle(prompts), num_prompts)]
-    entrants = contenders(list(methods), drafts)
+    entrants = contenders(list(methods), drafts, target)
     begin_serving()
     accelerator = None if forces_cpu() else working_accelerator()
     one_at_a_time = arguments.one_at_a_time

@@ -86,13 +86,16 @@ def named_draft(value: str) -> tuple[str, str]:
     return chosen, name if chosen == UNO and name else values.model(name)
 
 
-def contenders(methods: Sequence[Method], given: Sequence[tuple[str, str]]) -> list[Contender]:
+def contenders(
+    methods: Sequence[Method], given: Sequence[tuple[str, str]], target: str = ""
+) -> list[Contender]:
     """Return servers, the one that the others are compared with first.
 
     Args:
         methods: Servers to compare; empty for all drafts that have what they need. Ways, or drafts,
             to which the server without one is added.
         given: Method and model of each draft.
+        target: Model that is served; only Uno's class is that of a target.
 
     Raises:
         UsageError: If a method has no draft, a draft cannot be read, or there are ways and drafts.
@@ -123,7 +126,7 @@ def contenders(methods: Sequence[Method], given: Sequence[tuple[str, str]]) -> l
             elif name == ADAPTIVE:
                 options = _dflash_options(model, {"adaptive": True, **settings})
             elif name == UNO:
-                options = _uno_options(model, settings)
+                options = _uno_options(target, model, settings)
             else:
                 config = {"method": name, "num_speculative_tokens": _NUM_DRAFTS}
                 config |= {"model": model} if model else {}
@@ -171,14 +174,15 @@ def _dflash_options(model: str, settings: dict[str, Any]) -> tuple[str, ...]:
     return tuple(options)
 
 
-def _uno_options(adapter: str, settings: dict[str, Any]) -> tuple[str, ...]:
+def _uno_options(target: str, adapter: str, settings: dict[str, Any]) -> tuple[str, ...]:
     """Return options of ``vllm serve`` for a target that drafts for itself.
 
     Args:
+        target: The model.
         adapter: The LoRA of its drafts; empty for the one next to the weights.
         settings: Content of ``additional_config["diffusion"]``.
     """
-    overrides = {"architectures": ["UnoQwen3ForCausalLM"]}
+    overrides = {"architectures": [f"Uno{draft_config(target)['architectures'][0]}"]}
     section = ({"draft_adapter": adapter} if adapter else {}) | settings
     chosen = ("--additional-config", json.dumps({"diffusion": section})) if section else ()
     return ("--hf-overrides", json.dumps(overrides), *chosen)
