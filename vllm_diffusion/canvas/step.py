@@ -270,11 +270,12 @@ class CanvasStep:
         of the step's.
         """
         slots = self._slots
-        is_first = torch.where(position == 0, slots.canvas, slots.previous_result)
-        return slots.way.choose(
-            lambda way: way.layout.draws_first_token,
-            lambda draws: is_first if draws else slots.previous_result,
-        )
+        before = slots.previous_result
+
+        def by_layout(draws_first: bool) -> Tensor:
+            return torch.where(position == 0, slots.canvas, before) if draws_first else before
+
+        return slots.way.choose(lambda way: way.layout.draws_first_token, by_layout)
 
     def _next_input(
         self, decision: StepDecision, kept: Tensor, by_slot: SlotInputs, position: Tensor
