@@ -54,7 +54,7 @@ def register() -> None:
             # A family's entry may derive from another's, which has a value of its own.
             if vars(entry).get("is_in_vllm") is None:
                 entry.is_in_vllm = family.architecture in ModelRegistry.get_supported_archs()
-            ModelRegistry.register_model(family.architecture, family.model)
+            _register_model(family)
             if family.config is not None:
                 _register_config(family.config)
             if family.tokenizer is not None:
@@ -117,6 +117,19 @@ def _register_extensions() -> None:
             entry.load()()
         except Exception as error:
             _log(logging.ERROR, entry.name, error)
+
+
+def _register_model(family: Family) -> None:
+    """Register a family's class by its name, so that it is imported only if it is served."""
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.platforms import current_platform
+
+    ModelRegistry.register_model(family.architecture, family.model)
+    if type(current_platform).__name__ == "DiffusionCpuPlatform":
+        from vllm_diffusion.cpu.inspection import InspectedHere
+
+        entry = InspectedHere(family.architecture, *family.model.split(":"))
+        ModelRegistry.models[family.architecture] = entry
 
 
 def _register_config(path: str) -> None:

@@ -91,7 +91,7 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 
     from vllm.model_executor.models import ModelRegistry
 
-    stock = SimpleNamespace(module_name="vllm.a", class_name="Stock")
+    stock = SimpleNamespace(load_model_cls=lambda: type(ModelRegistry))
     monkeypatch.setitem(ModelRegistry.models, "Shipped", stock)
     assert doctor.model_fact("Shipped").mark == PROBLEM
 

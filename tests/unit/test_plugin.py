@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.model_executor.models import ModelRegistry
+import vllm.platforms
+from vllm.model_executor.models import ModelRegistry, registry
 from vllm.model_executor.models import config as models_config
+from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_diffusion import plugin
+from vllm_diffusion.cpu.platform import DiffusionCpuPlatform
 from vllm_diffusion.families.diffusion_gemma.startup import DiffusionGemmaEngineConfig
 from vllm_diffusion.families.registry import FAMILIES
 from vllm_diffusion.hooks import upstream
@@ -61,6 +65,45 @@ def test_classes_that_vllm_brings(tables: pytest.MonkeyPatch) -> None:
         plugin.register()
     brought = {name for name, entry in entries.items() if entry.is_in_vllm}
     assert brought == {ARCHITECTURE, "SDARForCausalLM"}
+
+
+@pytest.mark.parametrize("platform", [DiffusionCpuPlatform, CpuPlatform])
+def test_who_inspects_a_class(
+    platform: type[CpuPlatform], tables: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On our CPU platform no process is started to inspect a family's class. On another one vLLM
+    starts one for each class. Other models have vLLM's entry on both.
+    """
+    tables.setattr(vllm.platforms, "current_platform", platform())
+    tables.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    started: list[Any] = []
+    tables.setattr(registry, "_run_in_subprocess", lambda job: [started.append(job), job()][1])
+    plugin.register()
+    lazy = registry._LazyRegisteredModel
+    other = ModelRegistry.models["Qwen3ForCausalLM"]
+    assert other == lazy("vllm.model_executor.models.qwen3", "Qwen3ForCausalLM")
+    for family in FAMILIES:
+        info = ModelRegistry.models[family.architecture].inspect_model_cls()
+        assert info.architecture == family.model.partition(":")[2]
+        assert info.is_text_generation_model
+    classes = {family.model for family in FAMILIES}
+    assert len(started) == (0 if platform is DiffusionCpuPlatform else len(classes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [ARCHITECTURE, "SDARForCausalLM"])
+def test_class_is_inspected_as_by_vllm(
+    architecture: str, tables: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What vLLM finds in a process of its own is what our CPU platform finds in this one."""
+    tables.setattr(vllm.platforms, "current_platform", DiffusionCpuPlatform())
+    tables.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    plugin.register()
+    entry = ModelRegistry.models[architecture]
+    stock = registry._LazyRegisteredModel(entry.module_name, entry.class_name)
+    assert entry.inspect_model_cls() == stock.inspect_model_cls()
+    # The second one wrote what it found, and ours read nothing.
+    assert len(list(tmp_path.glob("modelinfos/*"))) == 1
 
 
 def refusal_of_diffusion() -> str:

@@ -294,8 +294,7 @@ def model_fact(architecture: str) -> Fact:
     """Report whose class serves an architecture."""
     from vllm.model_executor.models import ModelRegistry
 
-    registered = ModelRegistry.models[architecture]
-    path = f"{getattr(registered, 'module_name', '?')}.{getattr(registered, 'class_name', '?')}"
+    path = _path(ModelRegistry.models[architecture].load_model_cls())
     if path.startswith("vllm_diffusion."):
         return Fact("model class", path)
     remedy = "see VLLM_DIFFUSION_DISABLE and VLLM_PLUGINS above"
