@@ -1,24 +1,28 @@
-"""Train the shipped tiny pair, an autoregressive target and its DFlash draft, on a CPU.
+"""Train the shipped tiny pair, an autoregressive target and its DFlash draft, on a CPU, and the
+LoRA with which the target drafts for itself.
 
     sdar="$(vllm-diffusion checkpoint --family sdar)"
     python examples/checkpoints/train_tiny_pair.py target --init "$sdar" --minutes 8 --lr 2e-3 \\
         --warm-up 40 --short-part 0.5 --threads 1 --out pair/target
     python examples/checkpoints/train_tiny_pair.py draft --target pair/target --out pair/draft
-    vllm-diffusion bench-drafts pair/target --draft pair/draft
+    python examples/checkpoints/train_tiny_pair.py uno --target pair/target
+    vllm-diffusion bench-drafts pair/target --draft pair/draft --method dflash uno
 
 The target begins as the tiny SDAR, whose layers are Qwen3's too and know the tasks, and learns to
 say the next token. The draft begins from random weights. Both shipped ones are of these commands,
 at commit a7b25cb.
 
-The draft learns from the target's own greedy answers. A written answer is one up to the first token
-where the target would have gone on otherwise, and is cut there, so that one pass of the target
-gives both the answer and its hidden states.
+Both drafts learn from the target's own greedy answers. A written answer is one up to the first
+token where the target would have gone on otherwise, and is cut there, so that one pass of the
+target gives both the answer and its hidden states. The LoRA learns as published: its loss is the
+total variation between what a draft's row and the row that verifies it would draw.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import random
 import time
 from collections.abc import Iterator
@@ -26,7 +30,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tiny_model import TOKEN_ID, build_tokenizer, moved_in_when_complete
+from safetensors.torch import save_file
+from tiny_model import TOKEN_ID, VOCAB_SIZE, build_tokenizer, moved_in_when_complete
 from tiny_qwen3 import (
     BLOCK_SIZE,
     TARGET_LAYER_IDS,
@@ -43,7 +48,7 @@ from tiny_training import (
     optimise,
     row_stream,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Qwen3ForCausalLM
 
 from vllm_diffusion.drafting.calibration.picture import draw_training
@@ -65,6 +70,8 @@ DRAFT_WEIGHTS = FAMILY_WEIGHTS | {"sums": 2.0, "reverse": 1.5, "upper": 1.5, "co
 SHORT_SHARE = 0.7
 ROWS_A_PASS = 32
 NUM_HELD_OUT = 64
+# The LoRA's, and the random tokens of one of its drafts.
+LORA_RANK, LORA_ALPHA, NUM_NOISE = 16, 32, 8
 
 
 def make_batch(rows: list[Row]) -> tuple[Tensor, Tensor]:
@@ -184,6 +191,81 @@ def train_draft(args: argparse.Namespace) -> None:
     )
 
 
+class Lora(nn.Module):
+    """A pair of matrices on a layer, for marked rows alone.
+
+    Attributes:
+        marked: [B, T] bool, rows of a pass on which all of them act; ``None`` for none.
+    """
+
+    marked: Tensor | None = None
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        down = torch.randn(LORA_RANK, layer.in_features) / layer.in_features**0.5
+        self.lora_A = nn.Parameter(down)
+        self.lora_B = nn.Parameter(torch.zeros(layer.out_features, LORA_RANK))
+        layer.register_forward_hook(self.add)
+
+    def add(self, _: nn.Linear, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        """A layer's output with the product."""
+        if Lora.marked is None:
+            return output
+        product = inputs[0] @ self.lora_A.T @ self.lora_B.T
+        return output + LORA_ALPHA / LORA_RANK * product * Lora.marked[..., None]
+
+
+def far_apart(target: Qwen3ForCausalLM, samples: list[Sample], rng: random.Random) -> Tensor:
+    """[NUM_NOISE], float32: mean total variation of each random token's row, of a draft that
+    begins somewhere in each answer.
+    """
+    lengths = [len(one.token_ids) for one in samples]
+    text = torch.full((len(samples), max(lengths) + NUM_NOISE), TOKEN_ID["<eos>"])
+    for row, one in zip(text, samples, strict=True):
+        row[: len(one.token_ids)] = one.token_ids
+    last = [rng.randrange(one.answer_start - 1, n) for one, n in zip(samples, lengths, strict=True)]
+    after = torch.arange(text.shape[1]) - torch.tensor(last)[:, None]
+    is_noise = (after > 0) & (after <= NUM_NOISE)
+    with torch.no_grad():
+        wanted = target(text, use_cache=False).logits[is_noise].softmax(-1)
+    Lora.marked = is_noise
+    noisy = torch.where(is_noise, torch.randint(1, VOCAB_SIZE, text.shape), text)
+    drafted = target(noisy, use_cache=False).logits[is_noise].softmax(-1)
+    Lora.marked = None
+    return 0.5 * (drafted - wanted).abs().sum(-1).view(-1, NUM_NOISE).mean(0)
+
+
+def train_uno(args: argparse.Namespace) -> None:
+    """Train the LoRA, and write it into the target's folder as PEFT would."""
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    target = load_target(args.target).requires_grad_(False)
+    layers = {n: each for n, each in target.named_modules() if isinstance(each, nn.Linear)}
+    names = [name for name in layers if name != "lm_head"]
+    loras = nn.ModuleList(Lora(layers[name]) for name in names)
+    optimizer = torch.optim.AdamW(loras.parameters(), weight_decay=0.0)
+    samples, rng = answers(target, build_tokenizer(), args.seed), random.Random(args.seed)
+    for step in range(args.steps):
+        far = far_apart(target, list(itertools.islice(samples, ROWS_A_PASS)), rng)
+        optimizer.param_groups[0]["lr"] = args.lr * (1 - step / args.steps) * min(1, step / 50)
+        optimizer.zero_grad()
+        far.mean().backward()
+        optimizer.step()
+        if step % 100 == 0:
+            print(f"step {step}:", *(f"{each:.3f}" for each in far), flush=True)
+    tensors = {
+        f"base_model.model.{name}.{half}.weight": matrix.detach().bfloat16()
+        for name, lora in zip(names, loras, strict=True)
+        for half, matrix in lora.named_parameters()
+    }
+    modules = sorted({name.rpartition(".")[2] for name in names})
+    config = {"peft_type": "LORA", "target_modules": modules, "r": LORA_RANK, "bias": "none"}
+    with moved_in_when_complete(args.target / "adapter") as staging:
+        save_file(tensors, staging / "adapter_model.safetensors", metadata={"format": "pt"})
+        text = json.dumps(config | {"lora_alpha": LORA_ALPHA}, indent=2)
+        (staging / "adapter_config.json").write_text(f"{text}\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parts = parser.add_subparsers(required=True)
@@ -201,6 +283,13 @@ def main() -> None:
     part.add_argument("--threads", type=int, default=1)
     part.add_argument("--seed", type=int, default=0)
     part.set_defaults(run=train_draft)
+    part = parts.add_parser("uno")
+    part.add_argument("--target", type=Path, required=True)
+    part.add_argument("--steps", type=int, default=2000)
+    part.add_argument("--lr", type=float, default=3e-3)
+    part.add_argument("--threads", type=int, default=1)
+    part.add_argument("--seed", type=int, default=0)
+    part.set_defaults(run=train_uno)
     args = parser.parse_args()
     args.run(args)
 

@@ -13,8 +13,8 @@ import pytest
 
 from tests.support.doubles import fake_server
 from tests.support.engines.commands import status_of
-from vllm_diffusion.cli import checkpoint, server
 from vllm_diffusion.checkpoints import shipped_checkpoint
+from vllm_diffusion.cli import checkpoint, server
 from vllm_diffusion.drafting.commands import contenders, draft_runs
 from vllm_diffusion.drafting.presets import Preset
 from vllm_diffusion.drafting.recording import read_recording
@@ -225,7 +225,9 @@ def test_settings_of_methods(tmp_path: Path) -> None:
     )
     methods = [contenders.named_method(each) for each in texts]
     plain, passes, adaptive, uno, ngram = contenders.contenders(
-        [*methods, methods[0]], [("dflash", str(tmp_path)), ("uno", "a/uno")], str(shipped_checkpoint("qwen3"))
+        [*methods, methods[0]],
+        [("dflash", str(tmp_path)), ("uno", "a/uno")],
+        str(shipped_checkpoint("qwen3")),
     )[1:]
     assert plain.options == passes.options[:2]
     assert json.loads(passes.options[3]) == {"drafting": {"steps": 2, "order": "position"}}
