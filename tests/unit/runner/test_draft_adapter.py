@@ -66,6 +66,11 @@ class Model(nn.Module):
             setattr(self.attn, layer, made)
 
 
+def as_loaded(name: str, rows: Tensor) -> Tensor:
+    """Return rows in the order in which this model has those of the layer."""
+    return rows.flip(0) if name.endswith("q_proj") else rows
+
+
 def make(
     folder: Path, rank: int = 0, ranks: int = 1
 ) -> tuple[Model, DraftAdapter, dict[str, Tensor]]:
@@ -78,7 +83,7 @@ def make(
             torch.randn(shape, generator=generator)
             for shape in ((size, IN), (RANK, IN), (size, RANK))
         )
-        added[name] = SCALE * up @ down * (name != LEFT_OUT)
+        added[name] = SCALE * as_loaded(name, up) @ down * (name != LEFT_OUT)
         if name != LEFT_OUT:
             tensors[f"base_model.model.attn.{name}.lora_A.weight"] = down
             tensors[f"base_model.model.attn.{name}.lora_B.weight"] = up
@@ -86,7 +91,7 @@ def make(
     model = Model(weights, rank, ranks)
     names = tuple(f"attn.{name}" for name in outputs if name != LEFT_OUT)
     adapter = DraftAdapter(DraftLora(folder / "lora.safetensors", names, RANK, SCALE), model, 16)
-    adapter.load()
+    adapter.load(as_loaded)
     return model, adapter, added
 
 
