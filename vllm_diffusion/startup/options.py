@@ -207,7 +207,10 @@ def _looking(
         self.disable_sliding_window = disables_window
     if (found := _meant_architecture(self, model_config, names)) is not None:
         meant, sign = found
-        logger.info(
+        # Such a folder may be an adapter for requests, beside weights of the class that is named.
+        is_guess = meant in names.beside_adapter.values()
+        logger.log(
+            logging.WARNING if is_guess else logging.INFO,
             'config.json names %s, and %s: %s serves it. --hf-overrides with "architectures" chooses another class.',
             model_config.architecture,
             sign,

@@ -186,7 +186,9 @@ def test_uno_is_told_by_its_adapter(tmp_path: Path, start_log: pytest.LogCapture
     assert own.architecture == "UnoQwen3ForCausalLM"
     assert own.diffusion.spec.length == 9
     assert own.diffusion.spec.noise_tokens == range(1, tiny.uno.config["mask_token_id"])
-    assert "a LoRA with which the model drafts" in start_log.text
+    (line,) = [one for one in start_log.records if "with which the model drafts" in one.message]
+    assert line.levelname == "WARNING"
+    assert '--hf-overrides with "architectures" chooses another class' in line.message
     assert "(rank 4, scale 16) acts on drafts" in start_log.text
 
     elsewhere = (tmp_path / "own" / "adapter").rename(tmp_path / "elsewhere")

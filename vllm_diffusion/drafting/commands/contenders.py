@@ -182,7 +182,8 @@ def _uno_options(target: str, adapter: str, settings: dict[str, Any]) -> tuple[s
         adapter: The LoRA of its drafts; empty for the one next to the weights.
         settings: Content of ``additional_config["diffusion"]``.
     """
-    overrides = {"architectures": [f"Uno{draft_config(target)['architectures'][0]}"]}
+    (architecture, *_) = draft_config(target).get("architectures") or [""]
+    overrides = {"architectures": [f"Uno{architecture}"]}
     section = ({"draft_adapter": adapter} if adapter else {}) | settings
     chosen = ("--additional-config", json.dumps({"diffusion": section})) if section else ()
     return ("--hf-overrides", json.dumps(overrides), *chosen)
