@@ -8,8 +8,6 @@ With these options of ``vllm serve``, ours and stock's, all experts of a router 
 The folder of this file has to be on ``PYTHONPATH``: a worker imports it before it loads a model.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -8,8 +8,6 @@ that neither has seen, with so many questions about each, in a canvas each or al
 client asks about one text after another. A pass is counted by vLLM's own log of its iterations.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import statistics

@@ -16,8 +16,6 @@ arithmetic.
 without the stages inside it.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import tempfile

@@ -15,8 +15,6 @@ prediction with that drafter. Random weights accept nothing, so the acceptance r
 (``--mtp-acceptance``), which vLLM then imitates. ``--stock`` adds vLLM's own DiffusionGemma.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

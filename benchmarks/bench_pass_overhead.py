@@ -10,8 +10,6 @@ of the engine's thread in a whole pass, kernels taking none, in units of one of 
 operations, so that machines can be compared.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Callable, Sequence

@@ -14,8 +14,6 @@ token of the answers (``tests/support/counters/row_counts.py``). Padding is what
 would add.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@ Random weights route unlike trained ones, so a speed measured with them stands b
 The rows are those of real denoising steps: the router's own choice is counted in every layer.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 from collections import defaultdict

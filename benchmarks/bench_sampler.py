@@ -16,8 +16,6 @@ replay's time, "ms" the eager call's, in which the host may be what is measured.
 stock's column is empty and ours is compared with the same written plainly.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Callable

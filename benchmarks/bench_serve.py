@@ -14,8 +14,6 @@ shipped checkpoint is served at small settings, which shows that the script work
 ``bench_routing.py`` says which experts such answers touch.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -8,8 +8,6 @@ canvas, so that all passes have the same rows. Each time is the process's own fo
 to the plain pass is of the same round.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import statistics

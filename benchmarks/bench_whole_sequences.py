@@ -10,8 +10,6 @@ servers are asked over HTTP on one core; PATH is a Python with dlmserve 0.1.1, t
 and torch.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import tempfile

@@ -7,8 +7,6 @@ run as published; only the loading of weights and tokenizer is replaced, in floa
 the folder of ``tests/publishers``, where ``dllm`` has the publisher's class.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -6,8 +6,6 @@ values of the context, of a sliding layer those inside its window. Activations a
 canvas of 256 rows is under 2 MB a tensor), and so is the vision tower.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 ``gpu-figures.md``.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

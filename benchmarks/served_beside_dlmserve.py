@@ -1,7 +1,5 @@
 """Our server and dlmserve's on the same LLaDA, asked in turns by the same clients."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """How benchmarks take a time, and what a device reaches at most."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import os

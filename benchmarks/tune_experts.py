@@ -12,8 +12,6 @@ Without ``--moe-backend triton`` vLLM prefers CUTLASS for per-channel FP8 on Hop
 such file: compare both.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 sphinx-build -W --keep-going -c docs . build/site
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -9,8 +9,6 @@ server's key. ``--task "Table Recognition"``, ``"Formula Recognition"`` and ``"L
 Analysis"`` are what else the checkpoint was trained on.
 """
 
-from __future__ import annotations
-
 import argparse
 import base64
 import io

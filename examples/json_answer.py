@@ -6,8 +6,6 @@
 ``OPENAI_API_KEY`` and ``OPENAI_BASE_URL`` are those of ``openai_client.py``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 

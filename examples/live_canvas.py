@@ -7,8 +7,6 @@
 docs/use/live-canvas.md lists what a frame holds.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

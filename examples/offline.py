@@ -4,8 +4,6 @@ python examples/offline.py
 python examples/offline.py "Reverse the word stone."
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -7,8 +7,6 @@
 ``http://127.0.0.1:8000/v1``.
 """
 
-from __future__ import annotations
-
 import os
 
 from openai import OpenAI

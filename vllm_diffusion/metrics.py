@@ -7,8 +7,6 @@ decode. The numbers of one request reach the API process with its last report
 :func:`request_metrics` and :class:`DiffusionStatLogger` read them.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields

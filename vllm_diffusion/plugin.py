@@ -4,8 +4,6 @@ Nothing here raises and nothing heavy is imported: a failure would break every v
 for models that are not ours. Failures are reported when a diffusion checkpoint is configured.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 from typing import Any

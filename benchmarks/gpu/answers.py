@@ -7,8 +7,6 @@ question holds its answer to a JSON schema, where the packages are installed wit
 refuses grammars.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

@@ -2,8 +2,6 @@
 Triton's experts.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -10,8 +10,6 @@ awake, and with as many as trained routers wake for a canvas. Without a GPU the 
 layers run on the CPU, which shows that the script works.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A command that is ended at a limit, with everything that it started."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -11,8 +11,6 @@ are on disk as they come, whatever ends an experiment or the campaign
 (docs/develop/gpu-campaign.md).
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

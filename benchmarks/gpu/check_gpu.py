@@ -10,8 +10,6 @@ cache too. With ``--attention`` they are attention's alone, by an implementation
 default.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The experiments of the campaign, as ``experiments.toml`` lists them."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 import tomllib

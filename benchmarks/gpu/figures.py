@@ -13,8 +13,6 @@ schedulers and of its products.
 Estimates were counted after the first GPUs ran, of an H200, with the rates that they had measured.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

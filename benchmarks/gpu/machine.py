@@ -3,8 +3,6 @@
 python benchmarks/gpu/machine.py
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

@@ -9,8 +9,6 @@ are random. Without a GPU the shipped checkpoint runs on the CPU, whose operator
 shows that the script works.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections import defaultdict

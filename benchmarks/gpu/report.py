@@ -5,8 +5,6 @@ What every experiment measured in detail is in its result's file. Results of two
 never meet in one figure.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 

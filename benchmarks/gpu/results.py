@@ -1,7 +1,5 @@
 """Results of the campaign on disk: a folder for one commit on one machine, a file an experiment."""
 
-from __future__ import annotations
-
 import json
 import os
 import tomllib

@@ -10,8 +10,6 @@ Triton. What serving a text model on one architecture never loads is left out (`
 checksum goes with each part.
 """
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import hashlib

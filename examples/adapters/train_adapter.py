@@ -11,8 +11,6 @@ are learnt; half of the steps are given the logits of a step before. Needs ``pef
 peft``).
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

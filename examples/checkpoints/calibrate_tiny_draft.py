@@ -9,8 +9,6 @@ recorded. Fails unless that is below two tokens a verification before, and above
 servers' own counters.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -18,8 +18,6 @@ instead, and prints what quantising costs (``format_comparison.py``).
 there: the loop in ``tiny_sdar.py`` over ``transformers``' Qwen3 answers, without a cache.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

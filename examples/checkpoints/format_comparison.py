@@ -6,8 +6,6 @@ canvas, and on the first step of each prompt, where every checkpoint starts from
 how often the argmax is the first checkpoint's, and the KL of the distributions from it.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

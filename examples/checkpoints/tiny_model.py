@@ -6,8 +6,6 @@ published model; only the sizes differ. Every matrix dimension is a multiple of 
 checkpoint can be quantised to FP8 and NVFP4 like the big one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

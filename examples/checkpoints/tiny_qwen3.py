@@ -5,8 +5,6 @@ Tokenizer and chat template are those of the tiny DiffusionGemma (``tiny_model.p
 an ordinary ``Qwen3ForCausalLM``; its draft is ``vllm_diffusion.drafting.reference``'s.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

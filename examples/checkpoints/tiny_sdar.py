@@ -5,8 +5,6 @@ names and the architecture's name are SDAR's; only the sizes, the control tokens
 of the rotary embedding differ.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

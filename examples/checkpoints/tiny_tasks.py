@@ -14,8 +14,6 @@ Several items are answered as ``item: answer`` pairs, which lets a model of two 
 find its place in the list from what it wrote last.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

@@ -4,8 +4,6 @@ The stream of tokenized examples, the learning rate, and the loop around a model
 shipped weights are older than this loop: theirs, at commit a7b25cb, had a Muon of its own.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import random

@@ -26,8 +26,6 @@ Encoder and decoder are those of ``transformers``' ``DiffusionGemmaForBlockDiffu
 for rows of different lengths. ``evaluate.py --checkpoint`` scores what was written.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from dataclasses import dataclass

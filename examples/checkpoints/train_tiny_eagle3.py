@@ -11,8 +11,6 @@ checkpoint is one that stock vLLM loads; it begins with random weights and the t
 learns from the target's own greedy answers, as the tiny DFlash draft does.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from collections.abc import Iterator, Sequence

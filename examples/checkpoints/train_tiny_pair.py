@@ -18,8 +18,6 @@ target gives both the answer and its hidden states. The LoRA learns as published
 total variation between what a draft's row and the row that verifies it would draw.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -18,8 +18,6 @@ with ``--init``, ``--short-part 0`` and ``--minutes 38``. They read 296 of 300 s
 99, 100 and 97 of those with one, two and three lines, in 1.1 steps a page.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -16,8 +16,6 @@ loss is the mean cross-entropy of the masked tokens. Behind ``<turn|>`` the last
 with ``<eos>``. ``evaluate.py --checkpoint`` scores what was written.
 """
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Configuration of an EAGLE-3 draft without weights, for a target of Qwen3 or Llama."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ those whose answer is right, and the same in bfloat16 and in float32: another or
 change it.
 """
 
-from __future__ import annotations
-
 import json
 from itertools import islice
 

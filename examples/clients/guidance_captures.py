@@ -4,8 +4,6 @@
 # ///
 """Captures of guidance: a choice, an expression and JSON of a schema."""
 
-from __future__ import annotations
-
 import os
 
 from guidance import assistant, gen, json, select, user

@@ -4,8 +4,6 @@
 # ///
 """A whole loop of LangChain's ``create_agent``: question, call of a tool, its result, answer."""
 
-from __future__ import annotations
-
 from langchain.agents import create_agent
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI

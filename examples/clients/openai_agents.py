@@ -6,8 +6,6 @@
 answer.
 """
 
-from __future__ import annotations
-
 from agents import Agent, ModelSettings, Runner, function_tool, set_tracing_disabled
 
 

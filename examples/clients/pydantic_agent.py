@@ -4,8 +4,6 @@
 # ///
 """A whole loop of Pydantic AI: question, call of a tool, its result, answer."""
 
-from __future__ import annotations
-
 from pydantic_ai import Agent
 from pydantic_ai.models.openai import OpenAIChatModel
 

@@ -10,8 +10,6 @@ short here. Beside its tool ``final_answer`` the checkpoint calls ``get_current_
 and not ``get_weather``.
 """
 
-from __future__ import annotations
-
 import os
 
 from smolagents import OpenAIModel, ToolCallingAgent, tool

@@ -4,8 +4,6 @@
 # ///
 """A whole loop of Strands Agents: question, call of a tool, its result, answer."""
 
-from __future__ import annotations
-
 from strands import Agent, tool
 from strands.models.openai import OpenAIModel
 

@@ -9,8 +9,6 @@ its passes and tokens grow.
 The key is in VLLM_API_KEY, if the server has one. This file needs Python alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

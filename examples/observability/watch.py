@@ -8,8 +8,6 @@ that is removed then. dashboard.json is for Grafana (Dashboards, New, Import), w
 Prometheus to use.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import subprocess

@@ -14,8 +14,6 @@ prompts (one user message a line; without ``--prompts``, the tiny checkpoint's t
 The whole checkpoint is held in memory, about 1.5 times over.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -11,8 +11,6 @@ block is written in one step, so that the likelihood of an answer is exactly the
 tokens' probabilities and the estimate unbiased.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

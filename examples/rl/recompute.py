@@ -6,8 +6,6 @@ prompt that is all a trainer needs; what is computed here is differentiable, and
 server reports as ``logprobs`` of the same weights, up to rounding (docs/operate/new-weights.md).
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of LoRA adapters over HTTP: loaded and unloaded while serving, and bad ones refused."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

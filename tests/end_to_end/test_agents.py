@@ -3,8 +3,6 @@
 Each runs in an environment of its own.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Every bad request gets a 400 that names its field, and the server answers the next one."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Iterator

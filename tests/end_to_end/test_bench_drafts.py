@@ -1,7 +1,5 @@
 """``vllm-diffusion bench-drafts`` as a user runs it, with real servers."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

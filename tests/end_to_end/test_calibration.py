@@ -1,7 +1,5 @@
 """A draft of other tasks becomes one of the server's own tasks, end to end."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

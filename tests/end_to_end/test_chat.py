@@ -1,7 +1,5 @@
 """Tests of ``vllm-diffusion chat`` in a terminal."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pty

@@ -3,8 +3,6 @@
 The answers are those of stock vLLM's own class.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

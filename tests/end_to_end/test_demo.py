@@ -1,7 +1,5 @@
 """The README's first commands, as a person runs them."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

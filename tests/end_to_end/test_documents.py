@@ -1,7 +1,5 @@
 """Tests of pages over HTTP: MinerU-Diffusion in ``vllm serve``, with vision models' clients."""
 
-from __future__ import annotations
-
 import base64
 import io
 import os

@@ -1,7 +1,5 @@
 """A server with a draft and a recording over HTTP: the recording's limit, and a killed server."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

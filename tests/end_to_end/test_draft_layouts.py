@@ -2,8 +2,6 @@
 tokens.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor

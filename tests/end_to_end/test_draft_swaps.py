@@ -1,7 +1,5 @@
 """``vllm serve`` replaces its draft while it answers."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Constraints whose compilation does not end keep neither other clients nor SIGTERM waiting."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

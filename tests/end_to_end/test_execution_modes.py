@@ -1,7 +1,5 @@
 """Two ranks, a compiled step and other precision give the same tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

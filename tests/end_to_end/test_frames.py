@@ -1,7 +1,5 @@
 """Tests of frames and step maps over HTTP, as clients get them."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import os

@@ -1,7 +1,5 @@
 """Tests of lm-eval with the server: generation over both endpoints, and log-likelihoods."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@ The shipped SDAR was trained on neither: a grammar writes its calls, and its tho
 Its tokenizer gets the two tokens of Qwen's thoughts instead of two unused ones.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

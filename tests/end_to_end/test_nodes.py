@@ -4,8 +4,6 @@ Without Ray, they are the server's node and one without a server; with Ray, work
 placed by it. All that passes between them goes through sockets as between two machines.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -2,8 +2,6 @@
 swaps it.
 """
 
-from __future__ import annotations
-
 import itertools
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The paths that need no key are those of ``docs/operate/security.md`` in every mode."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tests of stored responses and of Anthropic's messages, besides OpenAI's completions."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tests of the package on other Pythons that it supports, in environments of their own."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Commands of the pages for the shipped checkpoints run as they are written."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

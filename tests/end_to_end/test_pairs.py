@@ -1,7 +1,5 @@
 """Every pair of fields is refused by name, or answered with both fields' own laws."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """With this package installed and no diffusion model served, vLLM is unchanged."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

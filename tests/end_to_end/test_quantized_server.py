@@ -1,7 +1,5 @@
 """A damaged quantized checkpoint in ``vllm serve``, which the engine's process refuses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

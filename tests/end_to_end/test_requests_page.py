@@ -1,7 +1,5 @@
 """The programs of the pages on requests, Python and the live canvas run as they are written."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Several engines and API servers give one server's tokens, count apart, and fail together."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

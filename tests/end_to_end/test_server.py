@@ -1,7 +1,5 @@
 """Tests of the real server and the clients that people use with it."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Tests of ``suffix`` of ``/v1/completions`` over HTTP, as editors send it."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests of tool calls in Gemma's own format, demanded by a request or made by the model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

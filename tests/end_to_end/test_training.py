@@ -1,7 +1,5 @@
 """Tests of a trainer with a live server: new weights, pauses, sleep, and access to them."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

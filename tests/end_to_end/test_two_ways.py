@@ -1,7 +1,5 @@
 """Tests of thoughts and tool calls of DiffusionGemma's ``autoregressive`` and ``linear_spec``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """With LoRA adapters, DiffusionGemma's logits and tokens are those of PEFT's model."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 from collections.abc import Iterator

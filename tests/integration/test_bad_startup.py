@@ -1,7 +1,5 @@
 """A server that cannot serve its options reports it in one sentence before it loads."""
 
-from __future__ import annotations
-
 import errno
 import json
 import multiprocessing

@@ -4,8 +4,6 @@ Graphs are emulated (``tests/support/doubles/graphs.py``): a replay reads only w
 an input that a step forgets to hand over, or an output that outlives it, changes an answer here.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Answers whose first token ends them are counted, and do not occur with ``never_empty``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

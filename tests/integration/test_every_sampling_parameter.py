@@ -3,8 +3,6 @@
 With each that a way has the engine answers and lives on.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

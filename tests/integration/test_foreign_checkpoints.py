@@ -1,7 +1,5 @@
 """Checkpoints written by other tools start if stock vLLM serves them; oddities are logged."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tests of frames and step maps of the shipped DiffusionGemma: text, order and cost."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

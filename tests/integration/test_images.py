@@ -1,7 +1,5 @@
 """An image in the prompt attends in both directions, as in ``transformers``."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

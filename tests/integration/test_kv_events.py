@@ -1,7 +1,5 @@
 """KV cache events for routers announce exactly the final blocks that can be found again."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path

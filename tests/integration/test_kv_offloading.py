@@ -1,7 +1,5 @@
 """The next turn of a chat loads from vLLM's offloaded cache what it would compute."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of the passes that the scheduler composes for prompts of realistic length."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path

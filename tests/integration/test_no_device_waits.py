@@ -1,7 +1,5 @@
 """A step never waits for the device: it reads no value, and no shape depends on one."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Requests that are over leave no slot, block, object or memory in use."""
 
-from __future__ import annotations
-
 import gc
 import random
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 The stub also does what no healthy server does; ``test_page_server.py`` has a real one.
 """
 
-from __future__ import annotations
-
 import base64
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Tests of the page of the live canvas with a real server that ``serve-page`` started."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator

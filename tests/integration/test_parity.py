@@ -4,8 +4,6 @@ Whole generations are compared, and where more than one thing is going on (sever
 prefix-cache hits, batches) every step by itself, given what was before it.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

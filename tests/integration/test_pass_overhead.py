@@ -1,7 +1,5 @@
 """Tests of a pass's calls to the driver and host time, against stock's class and baselines."""
 
-from __future__ import annotations
-
 import bench_pass_overhead as bench
 import pytest
 

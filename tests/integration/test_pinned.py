@@ -1,7 +1,5 @@
 """With ``diffusion_pinned`` the shipped DiffusionGemma's answer has the pinned tokens."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

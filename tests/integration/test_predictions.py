@@ -1,7 +1,5 @@
 """With ``prediction``, canvases start from a text that the answer is expected to resemble."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

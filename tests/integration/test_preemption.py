@@ -1,7 +1,5 @@
 """Requests that lose their memory while they run give the answers that each gets alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

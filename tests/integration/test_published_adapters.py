@@ -1,7 +1,5 @@
 """Adapters with the published ranks and modules fit the checkpoints that they are for."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

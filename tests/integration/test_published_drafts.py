@@ -1,7 +1,5 @@
 """Starts read from published drafts what their files say, and so do the presets."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Starts take from published files what their publishers' code and files say."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -6,8 +6,6 @@ the inputs that they had in the engine. Logits must be the reference's on most p
 average no further from it than the reference's own rounding errors lead.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

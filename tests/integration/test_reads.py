@@ -1,7 +1,5 @@
 """A read of one step computes no soft embeddings, and one limited to a few ids no other logits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

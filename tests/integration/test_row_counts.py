@@ -1,7 +1,5 @@
 """Tests of how many rows DiffusionGemma runs for each token."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 import pytest

@@ -1,7 +1,5 @@
 """Each sampling parameter acts on a canvas as docs/use/requests.md describes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

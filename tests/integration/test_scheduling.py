@@ -1,7 +1,5 @@
 """A canvas of N steps takes N passes: the first with the prompt's end, the last emits it."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

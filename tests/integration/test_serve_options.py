@@ -1,7 +1,5 @@
 """An option of ``vllm serve`` is refused by name before loading, or changes no token."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Both are requested, through the public API, to read one seeded canvas in one ste
 log-probabilities. The figures are printed; ``pytest -s`` shows them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

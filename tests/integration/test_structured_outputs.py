@@ -5,8 +5,6 @@ prefix of an answer that does. The weights are random (they know no JSON at all)
 ones.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Every request ends: an impossible one with a reason, and a slow one after others."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any

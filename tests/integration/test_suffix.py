@@ -1,7 +1,5 @@
 """With ``suffix``, the answer is the text between a prompt and what follows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """With ``thinking_token_budget`` a thought ends in time, and shorter ones are unchanged."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """A class of canvases whose family has no start-up checks is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Diffusion models that nobody serves are refused by name, and what looks like one is reported."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

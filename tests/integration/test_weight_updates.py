@@ -1,7 +1,5 @@
 """Tests of new weights in a running engine, of sleep, and of requests in flight meanwhile."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 import sys

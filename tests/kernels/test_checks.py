@@ -1,7 +1,5 @@
 """The checks of kernels accept right kernels in Triton's interpreter, and find wrong ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType

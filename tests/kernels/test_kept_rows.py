@@ -1,7 +1,5 @@
 """Tests of kept rows: adjusted logits, weights above pivots, thresholds and filtered draws."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of counter-based draws: the published generator and the right distributions."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of statistics of rows of logits, tile by tile, against whole rows in float64."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import fields
 from unittest import mock

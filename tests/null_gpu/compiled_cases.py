@@ -1,7 +1,5 @@
 """Compares functions compiled by Inductor on the null GPU, with true values, to eager ones."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Processes on the null GPU that the tests share, one for each kind of case."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

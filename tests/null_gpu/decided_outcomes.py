@@ -1,7 +1,5 @@
 """Decides outcomes for a server on the null GPU, whose workers import this as an extension."""
 
-from __future__ import annotations
-
 from tests.null_gpu.engine_cases import decide_outcomes
 
 decide_outcomes()

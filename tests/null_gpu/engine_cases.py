@@ -5,8 +5,6 @@ at all. The cases set how many tokens a request emits where the host reads it, s
 kernel writes holds anything.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter, deque
 from collections.abc import Callable

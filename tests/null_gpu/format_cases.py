@@ -1,7 +1,5 @@
 """Checkpoints loaded on the null GPU's platform, with a GPU's layers and tensors on the CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -7,8 +7,6 @@ A part is one of the graphs, or what is launched outside of them. ``test_engines
 table of one canvas with ``baselines.json``. How long a kernel takes, only a GPU says.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -2,8 +2,6 @@
 planted fault after another.
 """
 
-from __future__ import annotations
-
 from functools import update_wrapper
 from typing import Any
 

@@ -10,8 +10,6 @@ the driver is what ``rehearsal.json`` says; a case that differs is started once 
 compute nothing there: nothing of this says that an answer is right, or how long it takes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

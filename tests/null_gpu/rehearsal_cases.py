@@ -1,7 +1,5 @@
 """The cases of the rehearsal: starts of an engine on the null GPU, by descriptive names."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace

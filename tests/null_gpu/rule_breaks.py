@@ -4,8 +4,6 @@ A function raises CUDA's error, or returns the outcome. ``keeps_every_rule`` doe
 requires, so that a null GPU which refuses everything fails too.
 """
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from typing import Any
 

@@ -4,8 +4,6 @@ With PyTorch 2.11, a search in a slice was compiled as one in the whole tensor; 
 the next request's tokens, and only a GPU showed it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -4,8 +4,6 @@ Nothing of it shows that a value is right, or how fast anything is: kernels do n
 GPU.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A GPU that cannot serve a model is refused in one line before anything is loaded."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

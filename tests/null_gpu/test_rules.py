@@ -1,7 +1,5 @@
 """The null GPU keeps CUDA's rules: a program that breaks one gets CUDA's error."""
 
-from __future__ import annotations
-
 import pytest
 
 BREAKS = "tests.null_gpu.rule_breaks"

@@ -1,7 +1,5 @@
 """Tests of ``vllm serve`` on the CUDA platform, with the processes that vLLM spawns."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

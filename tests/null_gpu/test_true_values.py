@@ -5,8 +5,6 @@ their replays are then those of a GPU; kernels are Triton's in its interpreter, 
 CPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

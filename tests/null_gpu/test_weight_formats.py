@@ -1,7 +1,5 @@
 """Formats that only a GPU supports are loaded, and an incomplete file is refused."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

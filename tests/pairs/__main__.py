@@ -1,7 +1,5 @@
 """Send every pair of fields to a running server: ``python -m tests.pairs URL --canvas 32``."""
 
-from __future__ import annotations
-
 import argparse
 
 from tests.pairs.rows import Pairs, Served

@@ -1,7 +1,5 @@
 """Answers of a server, whole and streamed, in one form."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ A law looks at an answer and at nothing but its own field: an empty text if it h
 adds a value and a law here, and :mod:`tests.pairs.rows` puts it beside every other one.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

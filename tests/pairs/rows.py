@@ -6,8 +6,6 @@ the table of exclusions must be refused by the name that the table has. All othe
 must hold.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -18,8 +18,6 @@ publisher's class under the published names; it generates with its own loop, in 
 engine's tokens are compared with it, in one batch.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

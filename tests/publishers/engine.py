@@ -1,7 +1,5 @@
 """The engine next to a publisher's loop."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

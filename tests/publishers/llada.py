@@ -1,7 +1,5 @@
 """LLaDA's class and loop, from the checkouts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A2D's BD3LM and MDLM: the tokens of the publisher's class and samplers."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

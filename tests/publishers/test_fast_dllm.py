@@ -1,7 +1,5 @@
 """Fast-dLLM v2: the tokens of ``generate`` of the publisher's class."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

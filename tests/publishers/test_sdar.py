@@ -2,8 +2,6 @@
 evaluation.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace

@@ -1,7 +1,5 @@
 """Published chat templates write what the served path reads: turns, tool calls and thoughts."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Tokenizers of published files, which a server makes without their code, held to that code."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints that trainers' own export code writes."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import subprocess

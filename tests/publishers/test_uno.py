@@ -1,7 +1,5 @@
 """Uno: tokens, and how many each draft keeps, of the publisher's two-pass decoder."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """LLaDA, Dream, CoDA and RND1: the tokens of their publishers' classes and loops."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

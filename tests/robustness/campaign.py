@@ -12,8 +12,6 @@ and a sample of the answers with a seed is what the same requests get alone. At 
 where it was. Pairs of fields, in every way to decode, are those of ``tests/pairs``.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import random

@@ -1,7 +1,5 @@
 """One request as a client sends it, and what became of it."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,7 +1,5 @@
 """Bodies of requests, made from the server's own ``/openapi.json``."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -10,8 +10,6 @@ denoising steps each group of them took. The comparison prints what differs side
 ports and seconds are left out. ``python -m tests.support.messages`` lists every message.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import difflib

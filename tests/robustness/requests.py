@@ -11,8 +11,6 @@ hostile ones of two sorts, where a fifth was requested. It searches the door ins
 (``test_door.py``).
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import io

@@ -7,8 +7,6 @@ which answers 15 seeded requests; their tokens are compared with those of a serv
 option. Prints one line for each trial, and exits with 1 if one of them is not what the file says.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os

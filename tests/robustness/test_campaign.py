@@ -1,7 +1,5 @@
 """Runs a short campaign on the shared server; a long one is a command (``campaign.py``)."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.robustness.campaign import Tally, describe, run_round

@@ -1,7 +1,5 @@
 """Hypothesis searches for an accepted number that the device's tensors cannot hold."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

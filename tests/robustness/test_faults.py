@@ -3,8 +3,6 @@
 pytest -m slow tests/robustness/test_faults.py
 """
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Failures that campaigns and people found, as small requests that must end alone."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 ``tests/unit/test_architecture.py`` has the rules that must hold; the sizes are for comparisons.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import tokenize

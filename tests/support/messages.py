@@ -1,7 +1,5 @@
 """Lists what the package says to clients and operators: ``python -m tests.support.messages``."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass

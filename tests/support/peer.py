@@ -9,8 +9,6 @@ have a configuration here and the shipped tokenizer, but no weights: what needs 
 sides, and says nothing. Distribution, tests and logs are kept in ``.pytest_cache/peer``.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

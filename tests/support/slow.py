@@ -10,8 +10,6 @@ for the tree of the package and the tests that it ran in: a commit to either mak
 again. The outcomes are in ``.pytest_cache/slow.json``.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Tests of the probe of ``examples/kubernetes`` with a stand-in for a server."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys

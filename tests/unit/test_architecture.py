@@ -2,8 +2,6 @@
 folder has no more code than pyproject.toml lets it have.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 

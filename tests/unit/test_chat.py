@@ -3,8 +3,6 @@
 ``end_to_end`` runs it in a terminal and with a real server.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

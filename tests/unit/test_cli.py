@@ -1,7 +1,5 @@
 """Tests of ``checkpoint`` and ``demo`` with a fake vLLM server; ``end_to_end`` has a real one."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Tests of ``vllm-diffusion doctor``, and of its report of the kernels on a GPU."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

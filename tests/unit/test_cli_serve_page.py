@@ -1,7 +1,5 @@
 """Tests of ``vllm-diffusion serve-page`` with a fake server instead of vLLM."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

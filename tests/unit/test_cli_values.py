@@ -1,7 +1,5 @@
 """Invalid values of commands are reported in one line before anything is imported or started."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 No cluster runs here, so what only other projects' charts and controllers know is not checked.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from importlib.metadata import PackageNotFoundError, requires

@@ -1,7 +1,5 @@
 """Tests of the kernels that ``doctor --gpu`` checks, and of the process that checks them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """What clients and operators read has one form."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of the counting of passes, and of the metrics that are made of the numbers."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any

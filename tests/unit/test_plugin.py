@@ -1,7 +1,5 @@
 """The entry points are harmless to every vLLM command, and report problems for diffusion models."""
 
-from __future__ import annotations
-
 import logging
 import re
 import sys

@@ -1,7 +1,5 @@
 """Tests of the public names: the page on Python lists them, and examples import nothing else."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

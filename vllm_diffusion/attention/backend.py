@@ -3,8 +3,6 @@
 One back end for every layer and every mixture of prefill, denoise and encode rows.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Writing of keys and values into vLLM's paged cache."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ A batch of a diffusion model comes with ``causal_rows`` (see :func:`bind_canvas`
 model, and for stock's own diffusion class, the engine's causal flag is widened to rows here.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 

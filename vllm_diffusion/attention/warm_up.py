@@ -4,8 +4,6 @@ Which one a pass takes depends on how many rows it has and on whether an image i
 compiling one takes seconds: none is left to a request.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm.config import VllmConfig

@@ -1,7 +1,5 @@
 """Functions of a pass as ``torch.compile`` makes them, or as they are where it cannot."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -14,8 +14,6 @@ All shapes are those of the slots, so the function is compiled once whatever the
 number of slots, C the canvas length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The tiny checkpoints that come with this package, and the tasks that they were trained on."""
 
-from __future__ import annotations
-
 from pathlib import Path, PurePosixPath
 
 __all__ = ["InstallationError", "shipped_checkpoint", "shipped_draft"]

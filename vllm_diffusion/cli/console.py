@@ -1,7 +1,5 @@
 """Output of the commands: tables, messages on standard error, and errors on one line."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import logging

@@ -2,8 +2,6 @@
 result.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import statistics
 import time

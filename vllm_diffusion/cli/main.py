@@ -1,7 +1,5 @@
 """The ``vllm-diffusion`` command."""
 
-from __future__ import annotations
-
 import os
 import sys
 from importlib.metadata import version

@@ -4,8 +4,6 @@ They refuse values that would fail late, or with a stack trace; the rest is left
 vLLM. :class:`UsageError` is for problems that involve more than one option.
 """
 
-from __future__ import annotations
-
 import argparse
 import ipaddress
 import json

@@ -5,8 +5,6 @@ and again: a quarter of the import's time. So it waits until they are there, and
 them afterwards, when vLLM has it walk through everything several times more, and Python at the end.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import sys

@@ -4,8 +4,6 @@ vLLM calls :func:`cpu_platform_plugin` in every process, before anything else of
 imported, so this module imports nothing heavy and never raises.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """The model runner of a diffusion model on the CPU."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 

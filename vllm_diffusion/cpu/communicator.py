@@ -4,8 +4,6 @@ gloo sums pieces of a tensor on different ranks, and each piece begins with anot
 With three ranks and more, a row would then round by its place in the batch.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator

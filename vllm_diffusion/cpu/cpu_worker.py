@@ -5,8 +5,6 @@ vLLM's allocator does on a GPU, everything stays where it is, views and all, but
 contains.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

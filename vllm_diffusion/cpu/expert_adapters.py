@@ -4,8 +4,6 @@ vLLM's own products for CPUs gather each row's matrices, which takes a matrix of
 row, and it has none for experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """How vLLM learns what a model's class supports, where there is no accelerator."""
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import dataclass
 from typing import Any

@@ -7,8 +7,6 @@ same name does: it writes into the tensors it is given, which have the kernel's 
 
 # ruff: noqa: N803
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

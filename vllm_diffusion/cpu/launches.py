@@ -4,8 +4,6 @@ vLLM passes all arguments of a launch in the kernel's own order: tensors, stride
 forty.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from inspect import Parameter, Signature

@@ -14,8 +14,6 @@ Operators of vLLM's compiled extension that models call directly are here too. D
 They are registered for CPU tensors only, in addition to the extension's own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

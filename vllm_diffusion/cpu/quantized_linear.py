@@ -14,8 +14,6 @@ E4M3 scale for each group of 16 along the last dimension and one float32 *global
 whole tensor, which divides: ``tensor = e2m1 * e4m3 / global_scale``.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from typing import Any

@@ -1,7 +1,5 @@
 """FP8 and NVFP4 numbers on a CPU: rounding, packing and unpacking."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ an actor's named resources nor lists it among an actor's accelerators, and vLLM'
 both.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

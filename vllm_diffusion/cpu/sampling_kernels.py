@@ -9,8 +9,6 @@ one that counts NaNs.
 
 # ruff: noqa: N803
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

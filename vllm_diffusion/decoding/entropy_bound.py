@@ -1,7 +1,5 @@
 """DiffusionGemma's rule: accept by an entropy budget, stop when stable and confident."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

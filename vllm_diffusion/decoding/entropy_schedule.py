@@ -1,7 +1,5 @@
 """Rule of RND1, which reveals masks anywhere in the answer by their entropy, in even steps."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """LLaDA2.2's rule: reveal and rewrite, and also delete positions and insert masks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

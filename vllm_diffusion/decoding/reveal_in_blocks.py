@@ -1,7 +1,5 @@
 """Rule of models that attend over the whole sequence: the answer is revealed block by block."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rules of models that reveal masks anywhere in the answer, by the steps of a schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -5,8 +5,6 @@ of a pass ask a request's :class:`Way`; on the device :class:`WayOfSlots` choose
 what the ways give.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar

@@ -7,8 +7,6 @@ second is chosen; another one must be better by :data:`MARGIN`. Without drafts n
 acceptance, so from time to time a level is probed, for no more than :data:`PROBING` of all seconds.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any

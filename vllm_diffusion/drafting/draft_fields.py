@@ -6,8 +6,6 @@ at the first request, or is read as true. Shapes of layers are not here: files t
 are not loaded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 

@@ -1,7 +1,5 @@
 """Watch over what a server's verifications keep of its draft, beside what its publisher says."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from prometheus_client import Gauge

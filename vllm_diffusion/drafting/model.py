@@ -1,7 +1,5 @@
 """DFlash draft that reveals its block in several passes."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig

@@ -1,7 +1,5 @@
 """Registers drafts for autoregressive models; the package's plugin calls it in every process."""
 
-from __future__ import annotations
-
 from vllm_diffusion.drafting.draft_fields import NEMO_ARCHITECTURES
 from vllm_diffusion.startup.options import DRAFT_TRANSFER
 

@@ -1,7 +1,5 @@
 """Presets of published drafts: their targets, and what is known of each (``presets.toml``)."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import tomllib

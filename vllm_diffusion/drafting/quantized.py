@@ -6,8 +6,6 @@ the entries of a list of what is not quantised with its own names, so that a mod
 would be read as quantised: the draft loads, and nothing that it proposes is accepted.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from typing import Any

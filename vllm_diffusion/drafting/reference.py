@@ -7,8 +7,6 @@ before the anchor through keys and values of the draft's own.
 Source: z-lab's DFlash (arXiv:2602.06036). Several passes over a block are this project's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple

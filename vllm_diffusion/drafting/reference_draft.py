@@ -7,8 +7,6 @@ The tensor names and the configuration are those of z-lab's checkpoints, which v
 Source: z-lab's DFlash (arXiv:2602.06036).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

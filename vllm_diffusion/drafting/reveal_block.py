@@ -7,8 +7,6 @@ The number of tensor operations does not depend on the number of requests and po
 them waits for the device: a CUDA graph can hold them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ These are the number of drafted tokens, which is the same for all requests of a 
 recording of finished requests.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from typing import Any

@@ -1,7 +1,5 @@
 """The families that are served. A new one is a line here."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -1,7 +1,5 @@
 """``python -m vllm_diffusion.hooks``: what moved in the installed vLLM of what we rely on."""
 
-from __future__ import annotations
-
 import sys
 
 from vllm_diffusion.hooks import upstream

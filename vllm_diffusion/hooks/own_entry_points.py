@@ -1,7 +1,5 @@
 """Entry points by which one folder of this package adds to another that may not import it."""
 
-from __future__ import annotations
-
 from importlib.metadata import EntryPoints, distribution
 
 

@@ -4,8 +4,6 @@ Each replacement stands next to the code that needs it, with its reason and with
 have to offer so that it can go. ``tests/support/vllm_symbols.py`` finds them by the decorators.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

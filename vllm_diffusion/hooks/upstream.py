@@ -5,8 +5,6 @@ The only place that asks which engine version is running. What is relied on is i
 a scan of this package's source; here it is only read.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

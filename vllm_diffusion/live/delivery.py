@@ -1,7 +1,5 @@
 """Reports of the engine, handed in an API process to the calls that requested them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

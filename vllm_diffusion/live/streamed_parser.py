@@ -11,8 +11,6 @@ Text that the whole answer may drop waits: blanks until something follows them, 
 a call until the end, since most of vLLM's parsers drop it from whole answers.
 """
 
-from __future__ import annotations
-
 import copy
 from itertools import groupby
 from typing import Any

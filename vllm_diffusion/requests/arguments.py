@@ -7,8 +7,6 @@ reads no argument by its name. vLLM's schedulers do: they read ``diffusion_canva
 parameters.
 """
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any

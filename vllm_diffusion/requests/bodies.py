@@ -3,8 +3,6 @@
 uvicorn gives what has come as it comes, and waits for the rest without end.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from contextvars import ContextVar

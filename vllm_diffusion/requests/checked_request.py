@@ -1,7 +1,5 @@
 """A request while it is checked: what a client sent, and what has been made of it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

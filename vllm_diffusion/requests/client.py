@@ -2,8 +2,6 @@
 before its stream begins, and its constraint and texts are read off the event loop.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 from contextvars import ContextVar

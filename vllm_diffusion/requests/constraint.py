@@ -4,8 +4,6 @@ llguidance follows all but EBNF, which xgrammar does. Canvases and the autoregre
 this, whichever endpoint the constraint came by.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re

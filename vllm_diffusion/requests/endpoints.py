@@ -7,8 +7,6 @@ have a subclass in ``live/http.py``. :class:`CheckedModels` refuses an adapter t
 engine.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from http import HTTPStatus

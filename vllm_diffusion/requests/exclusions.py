@@ -5,8 +5,6 @@ documentation prints the table (``docs/tables.py``). Values that do not fit one 
 token of a pin that is not allowed, are checked in ``validation.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any

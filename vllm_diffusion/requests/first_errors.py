@@ -5,8 +5,6 @@ pydantic makes an error of each alternative of each bad item: a byte of ``input`
 ``fail_fast``, which vLLM's protocols do not. What is accepted stays the same.
 """
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

@@ -7,8 +7,6 @@ sets ``top_k`` to 0 and ``top_p`` to 1 where parameters are made, so their value
 in ``extra_args``, which copies of the parameters have too.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm_diffusion.decoding.rule import FLOAT32_MIN, INT32_MAX, Setting

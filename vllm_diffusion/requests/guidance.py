@@ -5,8 +5,6 @@ Both processes use them: the API process to refuse what they do not follow, in p
 give up (``readers.py``), the engine to follow the rest.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re

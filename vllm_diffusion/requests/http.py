@@ -7,8 +7,6 @@ with its text :class:`BoundedPrompts`, and with its sampling parameters ``client
 ``validation.py``. Whatever is refused on the way leaves one line in the log.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import json

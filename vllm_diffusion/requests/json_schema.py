@@ -5,8 +5,6 @@ What constrains nothing is taken out of a schema, and what has a simpler equal i
 Each step goes over the schema's parts once, so that the work is linear in the schema's size.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -5,8 +5,6 @@ request with it without its pixels. A request may be refused after that: where t
 prompt, where its parameters are checked, where it is made the engine's.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar

@@ -6,8 +6,6 @@ before it begins (``endpoints.py``). What is still refused within a stream vLLM 
 trace, by which a client could fill a disk, and cuts a stream of ``/v1/responses`` without a word.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import reprlib

@@ -5,8 +5,6 @@ vLLM's ``--api-key`` guards ``/v1`` and three other prefixes. ``docs/operate/sec
 what is outside.
 """
 
-from __future__ import annotations
-
 import hashlib
 import secrets
 from collections.abc import Awaitable

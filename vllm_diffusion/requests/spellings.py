@@ -5,8 +5,6 @@ written as ``structured_outputs`` (of ``/v1/messages`` as ``output_config``); an
 beside a different constraint of the same body, is refused by its name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ expressions allow 2021-02-29, and leap seconds at any minute). docs/use/requests
 leave out. They are expressions of ECMA and Rust at once: no look-around.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 # RFC 3339, without leap seconds, which most programs do not read; the year 0 is Python's gap.

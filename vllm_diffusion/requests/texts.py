@@ -2,8 +2,6 @@
 answer is expected to resemble, and what ends a thought.
 """
 
-from __future__ import annotations
-
 import contextlib
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Threads for work that may have to be left."""
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import threading

@@ -5,8 +5,6 @@ names the field. Before them an endpoint has read the body (``http.py``); after 
 and, for a transfer that does not fit, the scheduler.
 """
 
-from __future__ import annotations
-
 import copy
 import reprlib
 from collections.abc import Iterator, Mapping

@@ -5,8 +5,6 @@ into the result. Our sampler projects for itself, a tile at a time, and takes ma
 scheduler.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

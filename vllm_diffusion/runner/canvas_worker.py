@@ -1,7 +1,5 @@
 """The worker process of a diffusion model on a GPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm.platforms import current_platform

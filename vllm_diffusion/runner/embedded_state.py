@@ -1,7 +1,5 @@
 """Model state of models whose passes run on embeddings, with pictures among those of prompts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Mixin of the models of masked families."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, ClassVar
 

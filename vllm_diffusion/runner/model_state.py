@@ -4,8 +4,6 @@ A model names it in ``get_model_state_cls()``, or a subclass that embeds canvase
 The :class:`CanvasSpec` that start-up chose describes its canvases.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

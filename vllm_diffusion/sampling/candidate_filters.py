@@ -7,8 +7,6 @@ changes it. On a CPU, where a sweep is dear, the likeliest tokens of each row ar
 and only rows whose threshold is below them are searched.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

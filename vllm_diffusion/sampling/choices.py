@@ -2,8 +2,6 @@
 of named ones.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Log-probabilities of canvas rows, from their logits until their tokens are emitted."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

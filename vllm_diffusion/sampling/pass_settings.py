@@ -1,7 +1,5 @@
 """Sampling settings of requests, by slot, and what a pass makes of them for its rows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

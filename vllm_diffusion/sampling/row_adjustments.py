@@ -7,8 +7,6 @@ work on whole rows; here they are tables that are read wherever a logit is
 (:class:`attention_kernels.vocab_statistics.LogitAdjustments`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -12,8 +12,6 @@ The runner's calls, in their order, with what each of them needs:
 6. ``views.prepare_output``: canvases that are watched or constrained, as step 5 left them.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

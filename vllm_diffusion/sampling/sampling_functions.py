@@ -5,8 +5,6 @@ The rows with filters need the statistics of the whole row, and those with log-p
 tokens: both are projected again. Statistics are scattered to the positions of their canvases.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

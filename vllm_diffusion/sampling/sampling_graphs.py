@@ -8,8 +8,6 @@ uses. The adjusted rows are also called where no canvas takes another step, or w
 is held to a few ids.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

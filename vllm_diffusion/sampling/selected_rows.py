@@ -1,7 +1,5 @@
 """Some of the sampled rows of a pass, with the slots and positions that they are of."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from vllm_diffusion.canvas.pass_rows import PassRows

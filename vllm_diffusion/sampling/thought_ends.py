@@ -9,8 +9,6 @@ Source: ``apply_end_think_logit_boost`` of the publisher's ``generate.py``, as f
 copy.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d

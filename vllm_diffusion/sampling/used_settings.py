@@ -1,7 +1,5 @@
 """What a pass uses besides temperatures and seeds, known on the host: nothing else is read."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -8,8 +8,6 @@ log-probabilities) are projected again, a canvas at a time: see
 :mod:`vllm_diffusion.sampling.sampling_functions`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -1,7 +1,5 @@
 """Reports of the scheduler about requests, besides their tokens: frames, step maps, counts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -5,8 +5,6 @@ order. Its methods are hooks of vLLM's scheduler, in the order in which a pass c
 everything else is in features (subclasses of ``SchedulerFeature``).
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

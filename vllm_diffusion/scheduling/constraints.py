@@ -1,7 +1,5 @@
 """Constrained canvases of a scheduler's requests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -5,8 +5,6 @@ To prevent them a request gets what clients have for it: a ``min_tokens`` of 1 a
 knows what ends a thought, bad words of that end with an end token after it.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Base of the features of a canvas scheduler, and one of them: log-probabilities of prompts."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from vllm.v1.core.sched.scheduler import Scheduler

@@ -6,8 +6,6 @@ may take seconds, and the length of a string costs it nothing. xgrammar compiles
 EBNF.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Collection, Iterable

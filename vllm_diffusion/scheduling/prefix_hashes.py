@@ -6,8 +6,6 @@ counted from the end of the prompt: the rest of the last block, and where blocks
 it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

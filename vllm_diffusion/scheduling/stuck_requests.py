@@ -8,8 +8,6 @@ slot for ever. An answer that ``max_tokens`` ends before its structured output i
 with them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from vllm.outputs import RequestError

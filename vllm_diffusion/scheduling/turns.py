@@ -4,8 +4,6 @@ One body may ask for thousands of answers. Served in the order of arrival, every
 until the last of them has begun; and where all places are taken, until one of them ends.
 """
 
-from __future__ import annotations
-
 import time
 from bisect import bisect_right
 from collections import Counter

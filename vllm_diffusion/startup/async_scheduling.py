@@ -2,8 +2,6 @@
 say.
 """
 
-from __future__ import annotations
-
 import logging
 
 logger = logging.getLogger("vllm.vllm_diffusion")

@@ -4,8 +4,6 @@ vLLM's command does not learn why a process of its engine ended. Such a process 
 in a file, and the command prints it as one line, after what vLLM prints of it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

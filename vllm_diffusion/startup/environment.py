@@ -2,8 +2,6 @@
 Python's cache.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from importlib.machinery import PathFinder

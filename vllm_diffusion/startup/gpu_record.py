@@ -2,8 +2,6 @@
 cache directory.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -2,8 +2,6 @@
 page.
 """
 
-from __future__ import annotations
-
 import math
 import tomllib
 from dataclasses import dataclass

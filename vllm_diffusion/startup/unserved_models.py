@@ -4,8 +4,6 @@ With ``--trust-remote-code``, as their pages say, vLLM's Transformers back end t
 repository for a causal model. A diffusion model would then answer wrongly, without a word.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import tomllib

@@ -5,8 +5,6 @@ A model may use a tensor in two places, and a checkpoint may store it under eith
 one of them, the canonical name.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any, ClassVar

@@ -2,8 +2,6 @@
 theirs.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Quantised formats: what a checkpoint's config says of them, and what runs them."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from typing import Any

@@ -7,8 +7,6 @@ update is refused when all of it has come: a trainer that broadcasts would other
 Layers that are not complete by then keep what they had.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Iterator

@@ -4,8 +4,6 @@ Opening a named pipe waits for a writer, and reading a device need not end: one 
 a server waiting for ever.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

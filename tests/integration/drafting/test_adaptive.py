@@ -2,8 +2,6 @@
 pays.
 """
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

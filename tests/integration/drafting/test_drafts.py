@@ -1,7 +1,5 @@
 """A draft in three passes with a random target gives the tokens that ``transformers`` gives."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

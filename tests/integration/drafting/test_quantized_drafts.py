@@ -1,7 +1,5 @@
 """Quantized drafts whose files list unquantized modules under the checkpoint's own names."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

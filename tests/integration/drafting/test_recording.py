@@ -1,7 +1,5 @@
 """An engine that records its answers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -2,8 +2,6 @@
 one's.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """With LoRA adapters, masked families give the published loop's tokens on PEFT's model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

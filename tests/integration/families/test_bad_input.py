@@ -1,7 +1,5 @@
 """What a masked family cannot serve is refused by name, before loading or at the request."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

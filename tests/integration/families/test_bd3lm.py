@@ -1,7 +1,5 @@
 """Tests of what prompts of A2D's BD3LM share in the cache, which depends on their lengths."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

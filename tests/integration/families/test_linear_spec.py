@@ -3,8 +3,6 @@
 ``autoregressive`` is an ordinary causal model; ``linear_spec`` gives its tokens, several at a time.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

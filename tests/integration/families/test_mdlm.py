@@ -1,7 +1,5 @@
 """A2D's MDLM and its bodies give the tokens of the publisher's loops in batches."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

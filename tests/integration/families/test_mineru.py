@@ -1,7 +1,5 @@
 """MinerU-Diffusion's prompts with pictures give the tokens of the reference loop."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import random

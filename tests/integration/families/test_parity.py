@@ -1,7 +1,5 @@
 """The engine's tokens of every masked family are those of its published loop."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Collection, Iterable, Iterator

@@ -6,8 +6,6 @@ Weights are random, of two layers, or of all where that is a small model. The lo
 package's second implementation of LLaDA2's.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass

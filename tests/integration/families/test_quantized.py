@@ -1,7 +1,5 @@
 """Tests of FP8 and NVFP4 checkpoints of masked families, run by vLLM's own layers."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The shipped tiny models of masked families answer with their rules and default settings."""
 
-from __future__ import annotations
-
 import random
 import sys
 from pathlib import Path

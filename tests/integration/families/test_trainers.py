@@ -4,8 +4,6 @@ serves it.
 Names were read in NeMo AutoModel 0.7.0 and Turbo-dLLM 0.1.6 (wheels) and ZHZisZZ/dllm at ca17675.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import partial

@@ -4,8 +4,6 @@ The oracle is transformers' Gemma 4 with the encoder's tensors. Encoder and deco
 ``layer_scalar``, so that a row with the other stack's scalar is found.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The oracle is the encoder of transformers' DiffusionGemma.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of requests that choose their way to decode, of DiffusionGemma and Nemotron."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests of new weights in a running engine, of every masked family and quantized checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

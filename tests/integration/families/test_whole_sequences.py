@@ -1,7 +1,5 @@
 """Tests of models whose canvas is the whole sequence: their start, and their use of memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Dream, CoDA and RND1: the engine's tokens are those of their published loops, in any batch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial

@@ -9,8 +9,6 @@ more. To record what a change makes of them, better or for a reason worse:
         row_counts"
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

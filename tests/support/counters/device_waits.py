@@ -1,7 +1,5 @@
 """Find calls that would wait for a GPU, on a machine without one."""
 
-from __future__ import annotations
-
 import traceback
 from typing import Any, Self
 from unittest import mock

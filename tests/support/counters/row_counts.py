@@ -5,8 +5,6 @@ platform. A product is one multiplication of a row with all embeddings of the vo
 is sampled takes one for its logits and, with self-conditioning, one for its soft embedding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Compiles a Triton launch for a chip that is not there, and reads the assembler's report."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

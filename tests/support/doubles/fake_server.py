@@ -15,8 +15,6 @@ it has answered. Behaviours:
   answer. ``stubborn``: takes no signal. ``stays``: has no child.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A stand-in for capturing CUDA graphs: as strict about addresses, on any machine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Chromium with the page of the live canvas, and a user's actions."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The page of the live canvas with a server without an engine that answers as it is told."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

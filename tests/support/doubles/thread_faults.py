@@ -1,7 +1,5 @@
 """A middleware of ``vllm serve`` by which a test has a thread of the engine raise."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 

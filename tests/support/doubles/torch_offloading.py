@@ -3,8 +3,6 @@
 vLLM itself decides what is stored and when, and what is found again.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

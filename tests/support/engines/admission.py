@@ -1,7 +1,5 @@
 """vLLM's checks of a request in the process that has the client, without a renderer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

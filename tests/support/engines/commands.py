@@ -1,7 +1,5 @@
 """``vllm-diffusion`` in the process of a test."""
 
-from __future__ import annotations
-
 import pytest
 
 from vllm_diffusion.cli.main import main

@@ -1,7 +1,5 @@
 """An engine with a draft: its options, its requests, its counters, and calls of its parts."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

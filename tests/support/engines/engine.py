@@ -1,7 +1,5 @@
 """The real engine in the test's process, with what its sampler saw recorded."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

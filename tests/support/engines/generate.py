@@ -4,8 +4,6 @@ For what cannot share the test's process: tensor parallelism, another scheduler,
 (``VLLM_PLUGINS=vllm_diffusion_cpu``).
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import json

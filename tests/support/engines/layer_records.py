@@ -1,7 +1,5 @@
 """Records the inputs and outputs of every quantized layer of an engine's model."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager

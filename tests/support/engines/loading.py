@@ -1,7 +1,5 @@
 """Loads a checkpoint's folder by vLLM's own loader in this process, without an engine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

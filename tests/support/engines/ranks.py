@@ -1,7 +1,5 @@
 """Tensor-parallel ranks that are threads of the test's process."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from datetime import timedelta

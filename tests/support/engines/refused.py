@@ -1,7 +1,5 @@
 """Reads tables of what a start refuses or logs, ``refused.toml`` next to their tests."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The routes of a server that runs, and which of them answer without its key."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

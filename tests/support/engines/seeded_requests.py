@@ -1,7 +1,5 @@
 """Seeded requests over HTTP with different parameters, and the tokens of their answers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

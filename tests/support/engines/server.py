@@ -1,7 +1,5 @@
 """``vllm serve`` as a process of its own; the tests over HTTP share one."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 ``python snapshot.py [FOLDER ...]``, a folder holding the ``config.json`` of a model.
 """
 
-from __future__ import annotations
-
 import atexit
 import dataclasses
 import enum

@@ -1,7 +1,5 @@
 """How far vLLM gets with a file in a process with nothing of ours except the CPU platform."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from typing import Any
 

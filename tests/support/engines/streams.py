@@ -1,7 +1,5 @@
 """A streamed answer as it comes over HTTP, with a check of every event's place."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from typing import Any

@@ -1,7 +1,5 @@
 """Configurations of vLLM, resolved as a server resolves them."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from pathlib import Path

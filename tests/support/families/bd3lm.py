@@ -3,8 +3,6 @@
 Source: ``dllm/core/samplers/bd3lm.py`` and ``utils.py`` of ZHZisZZ/dllm at ca17675.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

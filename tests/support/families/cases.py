@@ -3,8 +3,6 @@
 A new one is a line in ``CASES``, or in ``WITHOUT_STRATEGY`` if its requests have no strategy.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ Source: ``sample_tokens`` and ``_sample`` of Dream's ``generation_utils.py``, as
 at ca17675.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

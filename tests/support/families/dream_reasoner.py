@@ -5,8 +5,6 @@ exact (Yanzhen-CN/Benchmark-dllm at b8e8cfb, ``src/dllm_bench/models/dreamreason
 publisher's own was not found.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Source: ``modeling.py`` of Efficient-Large-Model/Fast_dLLM_v2 as found in public
 script is NVlabs/Fast-dLLM ``v2/run_chatbot.py`` at b9cf368 (threshold 0.9).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

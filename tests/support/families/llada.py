@@ -4,8 +4,6 @@ Source: ``generate.py`` of ML-GSAI/LLaDA at b7e6c35, ``generate``; ``threshold``
 NVlabs/Fast-dLLM's ``llada/generate.py`` at 24cc59e, without its caches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

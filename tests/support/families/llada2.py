@@ -10,8 +10,6 @@ those that a KV cache takes: a finished block is forwarded once more before the 
 except where its last pass already ran on its final tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -6,8 +6,6 @@ Source: ``modeling_llada2_moe.py`` of inclusionAI/LLaDA2.0-mini and 2.1 as found
 2.2's routing per block is FluxServe's description of ``LLaDA2MoeGate.block_routing``.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -4,8 +4,6 @@ Where ``transformers`` has the body (Qwen3, Qwen3-MoE, Qwen2, Llama, Ministral3)
 eager attention under an explicit mask. LLaDA2's is in ``llada2_model``.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

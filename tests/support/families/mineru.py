@@ -4,8 +4,6 @@ Source: ``mineru_diffusion/modeling_mineru_diffusion.py`` of opendatalab/MinerU-
 8d456f1, with the settings of ``engines/hf/runner.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -2,8 +2,6 @@
 projector.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from copy import deepcopy

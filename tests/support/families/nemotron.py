@@ -7,8 +7,6 @@ All three loops share one context: every committed token's KV comes from a causa
 plain weights, and the logits of the last committed position give the next token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Protocol
 

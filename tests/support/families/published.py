@@ -1,7 +1,5 @@
 """Small files of published checkpoints, and what a start makes of them: ``tests/published``."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ even steps.
 Source: ``diffusion_sample`` of ``rnd/sampling.py`` of RadicalNumerics/RND1 at 87d5f46.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

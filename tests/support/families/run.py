@@ -4,8 +4,6 @@ A loop asks its model for the logits of a whole sequence, ``model(ids, visible)`
 sets which position sees which. Scripted functions stand in for a model in tests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol

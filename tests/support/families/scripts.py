@@ -1,7 +1,5 @@
 """Models of a few lines, and the published loops at their size, for passes worked out by hand."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial

@@ -3,8 +3,6 @@
 Source: JetAstra/SDAR ``generate.py`` at c2041a8, ``block_diffusion_generate``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

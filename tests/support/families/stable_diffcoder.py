@@ -5,8 +5,6 @@ a public copy, ``generate_block``. Its README (ByteDance-Seed/Stable-DiffCoder a
 with ``threshold=None``, as many steps as tokens, and an end token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

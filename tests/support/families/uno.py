@@ -3,8 +3,6 @@
 Source: ``nano_vllm_uno/engine/two_pass_decoding.py`` of ifm-ai/uno at 9018a5d, the linear sampler.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """LoRA adapters as PEFT makes them, with random matrices."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

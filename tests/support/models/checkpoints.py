@@ -1,7 +1,5 @@
 """Checkpoints made for tests: the shipped one's files with other weights or settings."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -3,8 +3,6 @@
 Weights are large enough that no two tokens nearly tie: greedy answers can be compared by token.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from functools import cache

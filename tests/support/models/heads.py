@@ -1,7 +1,5 @@
 """Output heads without a model, whole and in tensor-parallel parts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any

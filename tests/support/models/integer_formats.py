@@ -4,8 +4,6 @@ Those of compressed-tensors are packed by its own code. Of the others the values
 tried is which tensors a layout has, and of which shapes and types.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Random prompts in the vocabulary of the checkpoints that tests make."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ config is not known; the one made here, with weights and activations of every mo
 FP8-dynamic quantizes, replaces it.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

@@ -1,7 +1,5 @@
 """Rows of canvases with their requests' sampling settings, made without an engine."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Slots that hold requests, a pass over all of them, and what a model predicts there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Canvas specifications and a step's inputs, for tests that have no checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Random parameters of tools, and vLLM's requests and parsers for them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import strategies as st

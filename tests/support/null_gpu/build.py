@@ -1,7 +1,5 @@
 """Compilation of the null GPU's libraries, once for each state of their sources."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import importlib.metadata

@@ -1,7 +1,5 @@
 """Counts what a process on the null GPU has requested from the driver."""
 
-from __future__ import annotations
-
 import ctypes
 import tempfile
 from collections.abc import Callable

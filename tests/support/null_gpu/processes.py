@@ -2,8 +2,6 @@
 case.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

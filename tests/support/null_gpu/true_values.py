@@ -9,8 +9,6 @@ streams, events and vLLM's own copies stay what they are on a GPU.
 :func:`compute` switches it on. The process must have been started with ``TRITON_INTERPRET=1``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The facts of an answer that its frames imply, computed from the frames alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

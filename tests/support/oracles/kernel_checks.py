@@ -1,7 +1,5 @@
 """The visibility rule as a mask, FlashAttention-4's order of key tiles, and counters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

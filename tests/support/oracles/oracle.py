@@ -1,7 +1,5 @@
 """Hugging Face's ``generate`` with our random draws, step by step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

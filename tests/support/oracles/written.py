@@ -1,7 +1,5 @@
 """What llguidance lets be written under a constraint, byte by byte."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from llguidance import LLMatcher, LLTokenizer

@@ -1,7 +1,5 @@
 """Tests of the recorded numbers of passes, and of how a number is compared with its baseline."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

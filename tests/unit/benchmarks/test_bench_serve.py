@@ -1,7 +1,5 @@
 """Tests of what bench_serve.py serves, and of how it reads the results."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from pathlib import Path

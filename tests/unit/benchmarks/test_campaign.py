@@ -1,7 +1,5 @@
 """Tests of the campaign: it is bounded, keeps runs apart and loses no measurement."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tests of the figures in the campaign's report, and of where it is written."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

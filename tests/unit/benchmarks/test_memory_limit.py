@@ -1,7 +1,5 @@
 """Tests of the bytes of a pass against sums by hand from the shapes of the 26B checkpoint."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Runs the campaign's scripts to their end, at a small size on a CPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

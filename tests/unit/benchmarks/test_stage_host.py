@@ -1,7 +1,5 @@
 """Tests that what is staged for an offline GPU host arrives whole, or is refused."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import zipfile

@@ -1,7 +1,5 @@
 """Tests of the tuner's search with a fake timer, and of its files in vLLM's own loader."""
 
-from __future__ import annotations
-
 import pytest
 import tune_experts as tuner
 

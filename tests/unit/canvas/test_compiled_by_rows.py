@@ -1,7 +1,5 @@
 """Small functions of a pass compile once for any number of rows, and equal eager execution."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

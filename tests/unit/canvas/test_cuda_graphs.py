@@ -1,7 +1,5 @@
 """Tests of which passes are captured, and of what a replay reads and returns."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

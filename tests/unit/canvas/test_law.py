@@ -3,8 +3,6 @@
 Every outcome of every draw is enumerated, through the code of the compiled step.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import product

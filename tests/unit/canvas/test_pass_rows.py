@@ -1,7 +1,5 @@
 """The rows that the device lays out are those that loops over requests on the host find."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

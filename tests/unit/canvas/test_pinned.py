@@ -1,7 +1,5 @@
 """Pinned positions keep their tokens in the answer, whatever the model predicts there."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

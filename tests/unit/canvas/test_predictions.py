@@ -1,7 +1,5 @@
 """Tests of where a canvas continues in the text that its answer is expected to resemble."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 

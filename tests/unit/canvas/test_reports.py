@@ -1,7 +1,5 @@
 """Tests of the reports that leave the device for watchers, and of how they travel."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

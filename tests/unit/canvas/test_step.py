@@ -1,7 +1,5 @@
 """The compiled step uses one graph for any number of requests, and equals eager execution."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

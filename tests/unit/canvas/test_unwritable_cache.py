@@ -1,7 +1,5 @@
 """A compiler that cannot write its files costs speed, and no request."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable

@@ -7,8 +7,6 @@ implementations on the same arguments, and compares every bit of every tensor.
 # The interpreter is turned on before vLLM's kernels are imported.
 # ruff: noqa: E402
 
-from __future__ import annotations
-
 import importlib
 from collections import Counter
 from collections.abc import Callable

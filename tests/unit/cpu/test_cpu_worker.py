@@ -1,7 +1,5 @@
 """A row's sum over ranks does not depend on other rows, and ranks may have few rows or none."""
 
-from __future__ import annotations
-
 import resource
 
 import psutil

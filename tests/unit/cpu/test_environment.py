@@ -1,7 +1,5 @@
 """Tests of the environment that a CPU server sets before vLLM is imported."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

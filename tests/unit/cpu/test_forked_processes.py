@@ -1,7 +1,5 @@
 """Tests of how processes begin that vLLM starts where no accelerator is."""
 
-from __future__ import annotations
-
 import os
 import sys
 from types import ModuleType

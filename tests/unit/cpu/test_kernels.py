@@ -3,8 +3,6 @@
 The kernels run under Triton's interpreter, so this file needs a process in which it is on.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

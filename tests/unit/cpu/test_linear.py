@@ -1,7 +1,5 @@
 """Rows of a product do not depend on how many rows there are."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """FP8 and NVFP4 on the CPU equal what compressed-tensors and vLLM's own references compute."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8, unpack_fp4_from_uint8

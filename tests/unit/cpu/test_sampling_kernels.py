@@ -1,7 +1,5 @@
 """The CPU's functions that sample and score tokens equal plain arithmetic in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

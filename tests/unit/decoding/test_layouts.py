@@ -1,7 +1,5 @@
 """Tests of the answers of each layout of canvases, against loops over positions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Tests of LLaDA2.2's rule against its published loop on the same logits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of the blocks in which a whole sequence is revealed."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

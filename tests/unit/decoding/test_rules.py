@@ -1,7 +1,5 @@
 """Tests of the rules against Hugging Face's own classes and against their definitions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

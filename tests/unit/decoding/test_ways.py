@@ -1,7 +1,5 @@
 """Tests of the ways of a server: what is asked of a request's way, and chosen by slot."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar
 

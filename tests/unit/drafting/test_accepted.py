@@ -1,7 +1,5 @@
 """How many tokens verifications accepted, and which draft is better."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -2,8 +2,6 @@
 traffic.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Unknown settings, and a draft that does not fit, are refused before anything is loaded."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """What a server says of its draft, from what verifications keep."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

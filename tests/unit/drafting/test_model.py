@@ -1,7 +1,5 @@
 """The passes of :class:`DFlashMaskedDraftModel`, with a layer of a few lines."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Presets of published drafts; tests/integration/test_published_drafts.py holds them to files."""
 
-from __future__ import annotations
-
 import pytest
 
 from vllm_diffusion.drafting.presets import DEFAULT_BLOCK, Preset, preset_of, presets

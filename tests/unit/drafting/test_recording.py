@@ -2,8 +2,6 @@
 writer.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from array import array

@@ -1,7 +1,5 @@
 """Tests of LLaDA2.2's experts by block against the gate of the published PyTorch code."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Dream's tokenizer is made from its published files without its repository's code."""
 
-from __future__ import annotations
-
 import json
 import unicodedata
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of the parts that the published loops share, and of the tiny models, worked out by hand."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -3,8 +3,6 @@
 tests/integration/families checks that the engine's tokens are a loop's, in every setting.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of the rules of tensors at start-up, against tiny checkpoints and published files."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.families.cases import CASES

@@ -1,7 +1,5 @@
 """Tests of how functions and values of vLLM's are replaced."""
 
-from __future__ import annotations
-
 import inspect
 import types
 from collections.abc import Callable

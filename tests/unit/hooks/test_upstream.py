@@ -1,7 +1,5 @@
 """Tests of the list of vLLM's symbols that are relied on, and of its comparison with vLLM."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess

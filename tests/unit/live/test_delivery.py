@@ -1,7 +1,5 @@
 """Tests of what the API process takes out of the engine's outputs, and what it leaves to vLLM."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A stream has the parts of the whole answer, for any order of marks and any cut of deltas."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

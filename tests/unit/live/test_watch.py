@@ -1,7 +1,5 @@
 """Tests of the order of frames, step maps and outputs, and of the tokens of a frame."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Tests of the bounds of a request's own arguments, and of their way to the other processes."""
 
-from __future__ import annotations
-
 import math
 import re
 from types import SimpleNamespace

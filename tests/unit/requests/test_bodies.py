@@ -1,7 +1,5 @@
 """Bad connections: bodies that stop or come at once, refusals that must arrive, all descriptors."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import json

@@ -1,7 +1,5 @@
 """Every accepted value of a request fits the tensor, message or engine that receives it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

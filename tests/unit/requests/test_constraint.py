@@ -1,7 +1,5 @@
 """A constraint is read once, by one back end, in time linear in its length."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """A server's endpoint objects get this package's classes before the server answers."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any

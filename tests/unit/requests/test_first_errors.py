@@ -1,7 +1,5 @@
 """Protocols of bodies stop at the first bad item of a list."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of the filters of requests at temperature 0."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

@@ -1,7 +1,5 @@
 """The middleware bounds bodies, checks common fields, and logs and counts refusals."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

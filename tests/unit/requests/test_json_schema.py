@@ -1,7 +1,5 @@
 """A schema is refused, or each answer that llguidance accepts is valid for ``jsonschema``."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

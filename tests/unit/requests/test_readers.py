@@ -1,7 +1,5 @@
 """A constraint whose compilation does not end is given up, and keeps nobody waiting."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import json

@@ -1,7 +1,5 @@
 """Refusals name their field, and their log is short."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

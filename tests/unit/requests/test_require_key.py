@@ -1,7 +1,5 @@
 """With the middleware only health and metrics are served without the key."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

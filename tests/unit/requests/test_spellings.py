@@ -1,7 +1,5 @@
 """A constraint in another server's spelling is held to, or refused by its name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Formats of strings: a value of the JSON Schema Test Suite can be written if it is valid."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

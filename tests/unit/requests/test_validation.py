@@ -1,7 +1,5 @@
 """Tests of the checks of parameters that reach ``vllm.LLM`` without a server's protocol."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of the ways that a server offers, and of the arguments that each way supports."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

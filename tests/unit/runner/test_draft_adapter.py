@@ -1,7 +1,5 @@
 """The LoRA of drafts acts on their rows on every rank, and on no other rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of the log lines with which a start describes a model."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

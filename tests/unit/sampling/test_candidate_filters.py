@@ -1,7 +1,5 @@
 """Tests of the tokens that top-k, top-p and min-p keep of a row."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Tests of the heads that tiles can be cut from, and of what ranks exchange."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Streamed logits are sampled from the exact distribution, whatever the tiles and ranks."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

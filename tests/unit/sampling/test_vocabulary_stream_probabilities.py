@@ -1,7 +1,5 @@
 """Tests of log-probabilities, rank and confidence of a draw from streamed logits."""
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The engine's grammars are compiled in threads that it can leave."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace

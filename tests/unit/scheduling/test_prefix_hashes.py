@@ -1,7 +1,5 @@
 """Tests of the hashes of cache blocks, against what their keys and values depend on."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Requests without a seed never repeat each other, unless the operator gave the server a seed."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.engines.vllm_configs import vllm_config

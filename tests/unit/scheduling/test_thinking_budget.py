@@ -1,7 +1,5 @@
 """A thinking budget read token by token equals its definition on the whole sequence."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """An answer with a grammar does not end within a thought in the autoregressive mode."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of the order in which waiting requests are served."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

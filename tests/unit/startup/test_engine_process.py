@@ -1,7 +1,5 @@
 """A refusal ends a command of vLLM with one line, also if an engine's process refused."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import importlib

@@ -1,7 +1,5 @@
 """Tests of the variables that a start sets for bytecode and for the end of a server."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

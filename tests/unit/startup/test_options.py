@@ -1,7 +1,5 @@
 """Every option of this vLLM has a decision, and every refused one a sentence."""
 
-from __future__ import annotations
-
 import re
 import typing
 from dataclasses import fields, is_dataclass

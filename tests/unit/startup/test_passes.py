@@ -1,7 +1,5 @@
 """Tests of the default size and order of passes, and of the class of the workers."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.models.specs import diffusion_gemma_spec, masked_spec

@@ -1,7 +1,5 @@
 """vLLM and the family accept each line of the list of published checkpoints."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A start compares the published sampling with what it serves, by data whose names exist."""
 
-from __future__ import annotations
-
 import pytest
 
 from vllm_diffusion.families.registry import FAMILIES

@@ -1,7 +1,5 @@
 """Any quantization config is read, left to vLLM, or refused by the name of a field."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -3,8 +3,6 @@
 The limits are lower bounds of what is needed.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable

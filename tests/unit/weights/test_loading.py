@@ -3,8 +3,6 @@
 Harmless oddities are served.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests of the tensors that a configuration implies, and of what a platform cannot run."""
 
-from __future__ import annotations
-
 import json
 import re
 from math import prod

@@ -1,7 +1,5 @@
 """New weights that are not finite are found in files and tensors, and refused by name."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

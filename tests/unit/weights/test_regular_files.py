@@ -1,7 +1,5 @@
 """What is not a regular file is recognized without being opened, so no reader waits for a pipe."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -1,7 +1,5 @@
 """The files of a checkpoint's weights are those that vLLM's loader reads."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

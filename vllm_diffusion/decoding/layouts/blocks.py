@@ -1,7 +1,5 @@
 """Layouts of canvases that are blocks: counted from the start, after a first token, or drafts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar

@@ -7,8 +7,6 @@ A family names its layout; nothing else knows which one it is.
 R is the number of request slots, C the canvas length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, TypeVar

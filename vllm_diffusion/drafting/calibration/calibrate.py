@@ -1,7 +1,5 @@
 """Calibration of a draft: training on a folder of samples, and an atomic write of the result."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """Picture of a training run as plain SVG: loss over steps, loss and acceptance by position."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from vllm_diffusion.drafting.calibration.train import Progress

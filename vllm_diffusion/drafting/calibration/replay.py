@@ -5,8 +5,6 @@ answer's next token. For greedy answers this is what a server counts; for sample
 mean of what a server counts, since a token is in the answer as often as the target draws it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Training samples of a draft: token ids, and the target's hidden states at each of them."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Iterator, Sequence

@@ -8,8 +8,6 @@ of the masked tokens, those near the anchor more, since a proposal counts only i
 Source: z-lab's DFlash (arXiv:2602.06036), appendix A.1; random shares and Muon are this project's.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

@@ -1,7 +1,5 @@
 """Settings of a draft's training; this module does not import torch."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

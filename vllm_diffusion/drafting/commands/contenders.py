@@ -2,8 +2,6 @@
 model's own way to decode.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

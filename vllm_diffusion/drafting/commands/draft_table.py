@@ -1,7 +1,5 @@
 """Tables of what :mod:`vllm_diffusion.drafting.commands.draft_runs` measured."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from statistics import median
 

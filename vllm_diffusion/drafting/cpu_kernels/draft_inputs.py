@@ -4,8 +4,6 @@
 Kernels for the inputs of other methods are interpreted.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

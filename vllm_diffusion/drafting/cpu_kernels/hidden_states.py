@@ -1,7 +1,5 @@
 """Connector for vLLM's extraction of hidden states without CUDA streams or pinned memory."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ is drawn in the end: the interpreter has no ``log1p``. FLy and watermarks are re
 platform is configured.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from torch import Tensor
 

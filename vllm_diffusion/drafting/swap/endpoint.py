@@ -4,8 +4,6 @@ vLLM loads this where ``VLLM_PLUGINS`` names it. It reaches the engine by vLLM's
 and pauses alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Draft of a running worker, whose weights are replaced and restored in the same memory."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

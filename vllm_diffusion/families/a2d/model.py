@@ -1,7 +1,5 @@
 """A2D on the bodies that its trainer converts: the same layers and weight names."""
 
-from __future__ import annotations
-
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM

@@ -16,8 +16,6 @@ publisher's class: with the versions of ``transformers`` that the publisher name
 class ties nothing, neither when it trains nor when it saves. What ``config.json`` says is followed.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import Qwen3Config

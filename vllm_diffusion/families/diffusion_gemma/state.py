@@ -1,7 +1,5 @@
 """DiffusionGemma's state: canvas embeddings with gated self-conditioning, and image spans."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Dream on vLLM's Qwen2: the same layers and weight names."""
 
-from __future__ import annotations
-
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 
 from vllm_diffusion.runner.masked_model import MaskedModel

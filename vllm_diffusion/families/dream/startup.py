@@ -17,8 +17,6 @@ function's default is ``origin``. It differs:
 - DreamOn's growing canvas is left out.
 """
 
-from __future__ import annotations
-
 from vllm_diffusion.decoding.layouts import ShiftedSequence
 from vllm_diffusion.decoding.timed_reveal import TimedReveal
 from vllm_diffusion.startup.engine_config import PublishedRule

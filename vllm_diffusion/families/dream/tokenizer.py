@@ -5,8 +5,6 @@ their ``tokenization_dream.py`` to read them. Source: that file, as found in pub
 tokenizer by another name.
 """
 
-from __future__ import annotations
-
 from transformers import Qwen2Tokenizer
 
 

@@ -1,7 +1,5 @@
 """Fast-dLLM v2 on vLLM's Qwen2 and Qwen3: the same layers and weight names."""
 
-from __future__ import annotations
-
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 

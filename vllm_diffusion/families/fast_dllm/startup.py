@@ -21,8 +21,6 @@ names the architecture, the length of a block (``bd_size``) and the mask token t
 trained with.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from transformers import Qwen2Config

@@ -1,7 +1,5 @@
 """LLaDA on vLLM's Llama, whose layers it has under other names, and LLaDA-MoE on Qwen3-MoE."""
 
-from __future__ import annotations
-
 import re
 
 from vllm.model_executor.models.llama import LlamaForCausalLM

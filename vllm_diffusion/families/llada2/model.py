@@ -1,7 +1,5 @@
 """LLaDA2 on vLLM's Bailing: the same layers and weight names; 2.2's experts are chosen by block."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """MinerU-Diffusion on vLLM's Qwen3, with the tower of its Qwen2-VL for pictures."""
 
-from __future__ import annotations
-
 import copy
 
 from torch import nn

@@ -1,7 +1,5 @@
 """Nemotron-Labs-Diffusion on vLLM's Mistral, whose layers it has under other names."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm.model_executor.models.mistral import MistralForCausalLM

@@ -1,7 +1,5 @@
 """RND1 on vLLM's Qwen3-MoE: the same layers and weight names."""
 
-from __future__ import annotations
-
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 
 from vllm_diffusion.runner.masked_model import MaskedModel

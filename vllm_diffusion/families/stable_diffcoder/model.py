@@ -1,7 +1,5 @@
 """Stable-DiffCoder on vLLM's Llama: the same layers and weight names."""
 
-from __future__ import annotations
-
 from vllm.model_executor.models.llama import LlamaForCausalLM
 
 from vllm_diffusion.runner.masked_model import MaskedModel

@@ -15,8 +15,6 @@ ByteDance-Seed/Stable-DiffCoder-8B, as found in public copies. It differs:
 - The mask token is never drawn, and among equally confident positions the leftmost comes first.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from vllm_diffusion.decoding.reveal import Reveal

@@ -1,7 +1,5 @@
 """Uno on vLLM's Qwen3 and K2-Horizon, with the LoRA of its drafts."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from vllm.model_executor.models.k2_horizon import K2HorizonForCausalLM, _rope_weight_perm
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM

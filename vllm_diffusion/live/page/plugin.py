@@ -1,7 +1,5 @@
 """The page's routes, which vLLM adds to its server where ``VLLM_PLUGINS`` names the plugin."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -6,8 +6,6 @@ string ``7`` beside an integer would be the integer. Here its reader gets each s
 and the types are those of the text.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

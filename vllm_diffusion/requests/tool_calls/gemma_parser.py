@@ -8,8 +8,6 @@ where a tool is strict or the server is set so, as with vLLM's other parsers. Fo
 is vLLM's own.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Numbers within bounds and strings of a pattern, written bare, in llguidance's dialect of Lark."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

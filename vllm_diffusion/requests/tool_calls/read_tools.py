@@ -5,8 +5,6 @@ vLLM asks a tool parser for the constraint of a request on the event loop, and a
 answer that it reads.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Mapping

@@ -7,8 +7,6 @@ write, is refused for a strict tool, so that a call that follows the grammar alw
 that satisfy the schema.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

@@ -6,8 +6,6 @@ power of an expression's length, with no limit. Calls of Gemma's come as rules o
 tag, which xgrammar cannot read: each begins with a mark.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -2,8 +2,6 @@
 read.
 """
 
-from __future__ import annotations
-
 from copy import copy
 from typing import Any, ClassVar
 

@@ -5,8 +5,6 @@ some only when the first request uses the adapter. Here each tensor is compared 
 shapes of the checkpoint's own.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

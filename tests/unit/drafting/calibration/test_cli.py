@@ -1,7 +1,5 @@
 """``vllm-diffusion calibrate``: what it prints, and what it refuses in one sentence."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

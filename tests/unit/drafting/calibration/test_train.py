@@ -2,8 +2,6 @@
 accepts.
 """
 
-from __future__ import annotations
-
 from array import array
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 in ``end_to_end``.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``vllm-diffusion drafts``; test_docs.py checks that vLLM accepts the commands that it prints."""
 
-from __future__ import annotations
-
 import pytest
 
 from vllm_diffusion.cli.main import main

@@ -2,8 +2,6 @@
 test of a swap is in ``end_to_end``.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """``vllm-diffusion swap-draft`` with one answer of a server."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

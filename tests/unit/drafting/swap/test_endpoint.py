@@ -1,7 +1,5 @@
 """The endpoint that replaces a draft, over an engine that only notes its calls."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A number of ``config.json`` that makes no valid model is named, and every other one passes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

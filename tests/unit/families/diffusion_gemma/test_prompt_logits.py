@@ -1,7 +1,5 @@
 """vLLM requests prompt logits for 1,024 rows at once, which its memory profile does not count."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

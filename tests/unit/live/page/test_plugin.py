@@ -1,7 +1,5 @@
 """Tests of what the page's plugin adds to a server, guarded by vLLM's middleware or ours."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import re

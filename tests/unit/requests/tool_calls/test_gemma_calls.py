@@ -1,7 +1,5 @@
 """A call drawn from the grammar of a tool is read by vLLM as arguments that satisfy its schema."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import json

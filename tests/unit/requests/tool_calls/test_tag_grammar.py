@@ -1,7 +1,5 @@
 """Structural tags in llguidance have the texts that they have in xgrammar, whose form they are."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Mapping, Sequence

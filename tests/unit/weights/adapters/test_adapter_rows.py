@@ -1,7 +1,5 @@
 """The tables for vLLM's kernels have vLLM's own content, and are written without a wait."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """An adapter that does not fit is refused in one sentence before anything of it is loaded."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
