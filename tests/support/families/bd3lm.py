@@ -3,22 +3,22 @@
 Source: ``dllm/core/samplers/bd3lm.py`` and ``utils.py`` of ZHZisZZ/dllm at ca17675.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tests.support.families.run import (
+    Choose,
     Model,
     Pass,
     Run,
     Sample,
-    block_draws,
-    drawn,
-    most_confident,
+    by_probability,
+    denoise,
     multinomial,
-    probability,
 )
 
 
@@ -67,28 +67,39 @@ def generate(
     probabilities are float64, the leftmost of equals comes first, the ends of answers are cut by
     the caller, and a ``threshold`` reveals every mask that is not below it, one at least.
     """
+    return blocks_after(
+        model,
+        prompt_ids,
+        partial(by_probability, temperature=temperature, sample=sample, threshold=threshold),
+        num_tokens=max_new_tokens,
+        block_length=block_size,
+        mask_id=mask_id,
+        schedule=lambda length: schedule(length, steps_per_block),
+    )
+
+
+def blocks_after(
+    model: Model,
+    prompt_ids: Sequence[int],
+    choose: Choose,
+    *,
+    num_tokens: int,
+    block_length: int,
+    mask_id: int,
+    schedule: Callable[[int], list[int]],
+) -> Run:
+    """Denoise blocks after the prompt one after another, the last as short as what is left."""
     run, num_prompt = Run(), len(prompt_ids)
     x = torch.tensor(prompt_ids, dtype=torch.long)
     run.passes.append(Pass("prefill", 0, 0))
-    for block in range(-(-max_new_tokens // block_size)):
-        start = len(x)
-        length = min(block_size, num_prompt + max_new_tokens - start)
+    end = num_prompt + num_tokens
+    for canvas, start in enumerate(range(num_prompt, end, block_length)):
+        length = min(block_length, end - start)
         x = torch.cat([x, torch.full((length,), mask_id)])
         revealed = torch.full((length,), -1)
-        visible = visible_of(len(x), num_prompt, block_size)
-        for step, number in enumerate(schedule(length, steps_per_block)):
-            masked = x[start:] == mask_id
-            if not masked.any():
-                break
-            run.passes.append(Pass("denoise", start, int(masked.sum())))
-            logits = model(x, visible)[start:]
-            tokens = drawn(logits, temperature, sample, block_draws(block, step, range(length)))
-            p = probability(logits.double(), tokens)
-            reveal = most_confident(p, masked, number if threshold is None else 1)
-            if threshold is not None:
-                reveal = reveal | (masked & (p >= threshold))
-            x[start:] = torch.where(reveal, tokens, x[start:])
-            revealed[reveal] = step
+        visible, rows = visible_of(len(x), num_prompt, block_length), slice(start, len(x))
+        steps = schedule(length)
+        denoise(run, model, mask_id, choose, x, visible, rows, revealed, steps, canvas)
         run.passes.append(Pass("commit", start, 0))
         run.revealed += revealed.tolist()
     run.tokens = x[num_prompt:].tolist()

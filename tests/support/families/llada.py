@@ -20,8 +20,8 @@ from tests.support.families.run import (
     block_draws,
     drawn,
     even_schedule,
-    most_confident,
     multinomial,
+    not_below,
     probability,
     torch_uniform,
 )
@@ -108,9 +108,7 @@ def generate(
             p = probability(logits.double(), tokens)
             if remasking == "random":
                 p = uniform(block, step, torch.arange(first, last)).double()
-            reveal = most_confident(p, masked, count if threshold is None else 1)
-            if threshold is not None:
-                reveal = reveal | (masked & (p >= threshold))
+            reveal = not_below(p, masked, count, threshold)
             x[rows] = torch.where(reveal, tokens, x[rows])
             revealed[rows][reveal] = step
     run.tokens, run.revealed = x[start:].tolist(), revealed[start:].tolist()

@@ -13,8 +13,10 @@ except where its last pass already ran on its final tokens.
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from tests.support.families.run import (
+    Draws,
     Model,
     Pass,
     Run,
@@ -23,6 +25,7 @@ from tests.support.families.run import (
     block_causal,
     block_draws,
     cut,
+    denoise,
     draw,
     even_schedule,
     most_confident,
@@ -61,28 +64,24 @@ def generate_2_0(
     """
     steps = min(steps, gen_length)
     prompt_length = len(prompt_ids)
-    run, x, revealed, first_block, num_blocks = begin(prompt_ids, gen_length, block_length, mask_id)
+    run, x, revealed, starts = begin(prompt_ids, gen_length, block_length, mask_id)
     schedule = even_schedule(block_length, steps)
-    end = prompt_length
-    for block in range(first_block, num_blocks):
-        start, end = block * block_length, (block + 1) * block_length
-        if block > first_block:
+
+    def choose(logits: Tensor, masked: Tensor, count: int, draws: Draws) -> tuple[Tensor, Tensor]:
+        tokens, p = draw(logits, temperature, top_k, top_p, sample, draws)
+        reveal = masked & (p > threshold)
+        if int(reveal.sum()) < count:
+            reveal = most_confident(p, masked, count)
+        return tokens, reveal
+
+    for canvas, start in enumerate(starts):
+        end = start + block_length
+        if canvas > 0:
             run.passes.append(Pass("commit", start - block_length, 0))
-        visible = block_causal(end, block_length)
-        current = x[start:end]
-        for step in range(steps):
-            masked = current == mask_id
-            if not masked.any():
-                break
-            run.passes.append(Pass("denoise", start, int(masked.sum())))
-            logits = model(x[:end], visible)[start:end]
-            draws = block_draws(block - first_block, step, range(block_length))
-            tokens, p = draw(logits, temperature, top_k, top_p, sample, draws)
-            reveal = masked & (p > threshold)
-            if int(reveal.sum()) < schedule[step]:
-                reveal = most_confident(p, masked, schedule[step])
-            current[reveal] = tokens[reveal]
-            revealed[start:end][reveal] = step
+        visible, rows = block_causal(end, block_length), slice(start, end)
+        denoise(
+            run, model, mask_id, choose, x[:end], visible, rows, revealed[rows], schedule, canvas
+        )
         if (x[prompt_length:end] == eos_id).any():
             break
     run.tokens = cut(x[prompt_length:end].tolist()[:gen_length], [eos_id])
@@ -122,10 +121,9 @@ def generate_2_1(
     equally confident positions the leftmost is taken first.
     """
     prompt_length = len(prompt_ids)
-    run, x, revealed, first_block, num_blocks = begin(prompt_ids, gen_length, block_length, mask_id)
-    end = prompt_length
-    for block in range(first_block, num_blocks):
-        start, end = block * block_length, (block + 1) * block_length
+    run, x, revealed, starts = begin(prompt_ids, gen_length, block_length, mask_id)
+    for canvas, start in enumerate(starts):
+        end = start + block_length
         visible = block_causal(end, block_length)
         current = x[start:end]
         in_prompt = torch.arange(start, end) < prompt_length
@@ -139,7 +137,7 @@ def generate_2_1(
                 break
             run.passes.append(Pass("denoise", start, int(masked.sum())))
             logits = model(x[:end], visible)[start:end]
-            draws = block_draws(block - first_block, step, range(block_length))
+            draws = block_draws(canvas, step, range(block_length))
             tokens, p = draw(logits, temperature, top_k, top_p, sample, draws)
             reveal = masked & (p > threshold)
             if not reveal.any():
@@ -155,7 +153,7 @@ def generate_2_1(
                 break
         if (x[prompt_length:end] == eos_id).any():
             break
-        if not final_kv and block < num_blocks - 1:
+        if not final_kv and end < len(x):
             run.passes.append(Pass("commit", start, 0))
     run.tokens = cut(x[prompt_length:end].tolist()[:gen_length], [eos_id])
     run.revealed = revealed[prompt_length:].tolist()[: len(run.tokens)]
@@ -261,10 +259,9 @@ def generate_2_2(
         "split_token_id": split_token_id,
     }
     prompt_length = len(prompt_ids)
-    run, x, revealed, first_block, num_blocks = begin(prompt_ids, gen_length, block_length, mask_id)
-    end = prompt_length
-    for block in range(first_block, num_blocks):
-        start, end = block * block_length, (block + 1) * block_length
+    run, x, revealed, starts = begin(prompt_ids, gen_length, block_length, mask_id)
+    for canvas, start in enumerate(starts):
+        end = start + block_length
         visible = block_causal(end, block_length)
         in_prompt = torch.arange(start, end) < prompt_length
         original = ~in_prompt
@@ -283,7 +280,7 @@ def generate_2_2(
             logits = model(x[:end], visible)[start:end]
             p, tokens = logits.softmax(-1).max(-1)
             if temperature > 0:
-                draws = block_draws(block - first_block, step, range(block_length))
+                draws = block_draws(canvas, step, range(block_length))
                 drawn, share = draw(logits, temperature, top_k, top_p, sample, draws)
                 if top_k == 0 and top_p == 1.0:
                     share = probability(logits, drawn)
@@ -332,7 +329,7 @@ def generate_2_2(
                 break
         if set(x[prompt_length:end].tolist()) & set(eos_ids):
             break
-        if not final_kv and block < num_blocks - 1:
+        if not final_kv and end < len(x):
             run.passes.append(Pass("commit", start, 0))
     run.tokens = cut(x[prompt_length:end].tolist()[:gen_length], eos_ids)
     run.revealed = revealed[prompt_length:].tolist()[: len(run.tokens)]

@@ -5,23 +5,14 @@ Source: ``mineru_diffusion/modeling_mineru_diffusion.py`` of opendatalab/MinerU-
 """
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
-from tests.support.families.bd3lm import visible_of
-from tests.support.families.run import (
-    Model,
-    Pass,
-    Run,
-    Sample,
-    block_draws,
-    draw,
-    entropy_of,
-    even_schedule,
-    most_confident,
-    multinomial,
-    num_affordable,
-)
+from tests.support.families.bd3lm import blocks_after
+from tests.support.families.run import Model, Run, even_schedule
+from tests.support.families.sdar import by_strategy
 
 
 @torch.no_grad()
@@ -33,52 +24,23 @@ def generate(
     gen_length: int = 1024,
     block_length: int = 32,
     denoising_steps: int = 32,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    remasking_strategy: str = "low_confidence_dynamic",
     confidence_threshold: float = 0.95,
-    entropy_budget: float = 0.1,
-    sample: Sample = multinomial,
+    **others: Any,
 ) -> Run:
     """Blocks after the prompt; a step reveals what SDAR's does. No end token ends it.
 
     Differs from the publisher's as SDAR's reference loop does from its own, and: the last block is
     as short as what is left of ``gen_length``, where that loop takes whole blocks alone; it has no
     strategy but the default.
+
+    ``others`` are arguments of :func:`by_strategy`.
     """
-    run, num_prompt = Run(), len(prompt_ids)
-    run.passes.append(Pass("prefill", 0, 0))
-    x = torch.tensor(prompt_ids, dtype=torch.long)
-    for block in range(-(-gen_length // block_length)):
-        start = len(x)
-        length = min(block_length, num_prompt + gen_length - start)
-        x = torch.cat([x, torch.full((length,), mask_id)])
-        revealed = torch.full((length,), -1)
-        visible = visible_of(len(x), num_prompt, block_length)
-        for step, least in enumerate(even_schedule(length, denoising_steps)):
-            masked = x[start:] == mask_id
-            if not masked.any():
-                break
-            run.passes.append(Pass("denoise", start, int(masked.sum())))
-            logits = model(x, visible)[start:]
-            draws = block_draws(block, step, range(length))
-            tokens, p = draw(logits, temperature, top_k, top_p, sample, draws)
-            if remasking_strategy == "sequential":
-                reveal = masked & (masked.cumsum(0) <= least)
-            elif remasking_strategy in ("entropy", "entropy_budget"):
-                entropy, count = entropy_of(logits, temperature), least
-                if remasking_strategy == "entropy_budget":
-                    count = max(count, num_affordable(entropy[masked], entropy_budget))
-                reveal = most_confident(-entropy, masked, count)
-            else:
-                reveal = most_confident(p, masked, least)
-                confident = masked & (p > confidence_threshold)
-                if remasking_strategy == "low_confidence_dynamic" and confident.sum() >= least:
-                    reveal = confident
-            x[start:] = torch.where(reveal, tokens, x[start:])
-            revealed[reveal] = step
-        run.passes.append(Pass("commit", start, 0))
-        run.revealed += revealed.tolist()
-    run.tokens = x[num_prompt:].tolist()
-    return run
+    return blocks_after(
+        model,
+        prompt_ids,
+        partial(by_strategy, confidence_threshold=confidence_threshold, **others),
+        num_tokens=gen_length,
+        block_length=block_length,
+        mask_id=mask_id,
+        schedule=lambda length: even_schedule(length, denoising_steps),
+    )

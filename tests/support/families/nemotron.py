@@ -23,8 +23,8 @@ from tests.support.families.run import (
     cut,
     drawn,
     even_schedule,
-    most_confident,
     multinomial,
+    not_below,
     probability,
     token_draws,
 )
@@ -102,10 +102,7 @@ def generate(
             draws = block_draws(canvas, step, range(block_length))
             tokens = drawn(logits, temperature, sample, draws)
             p = probability(logits, tokens)
-            if threshold is None:
-                reveal = most_confident(p, masked, schedule[step])
-            else:
-                reveal = most_confident(p, masked, 1) | (masked & (p >= threshold))
+            reveal = not_below(p, masked, schedule[step], threshold)
             block[reveal] = tokens[reveal]
             revealed[reveal] = step
             left = cut(block.tolist(), [eos_token_id])

@@ -62,12 +62,12 @@ class Run:
 
 def begin(
     prompt_ids: Sequence[int], gen_length: int, block_length: int, mask_id: int
-) -> tuple[Run, Tensor, Tensor, int, int]:
+) -> tuple[Run, Tensor, Tensor, range]:
     """What a loop over blocks from position 0 begins with; the prompt's whole blocks are cached.
 
     Returns:
         Its record, the sequence in whole blocks with masks after the prompt, per position the step
-        that wrote it (none yet), the first block that is generated, and the number of all blocks.
+        that wrote it (none yet), and the starts of the blocks that are generated.
     """
     run, first_block = Run(), len(prompt_ids) // block_length
     num_blocks = -(-(len(prompt_ids) + gen_length) // block_length)
@@ -75,7 +75,8 @@ def begin(
         run.passes.append(Pass("prefill", 0, 0))
     x = torch.full((num_blocks * block_length,), mask_id)
     x[: len(prompt_ids)] = torch.tensor(prompt_ids, dtype=torch.long)
-    return run, x, torch.full_like(x, -1), first_block, num_blocks
+    starts = range(first_block * block_length, len(x), block_length)
+    return run, x, torch.full_like(x, -1), starts
 
 
 class Draws(NamedTuple):
@@ -216,6 +217,75 @@ def most_confident(confidence: Tensor, candidates: Tensor, count: int) -> Tensor
     chosen = torch.zeros_like(candidates)
     chosen[order[:count]] = True
     return chosen & candidates
+
+
+def not_below(p: Tensor, masked: Tensor, count: int, threshold: float | None) -> Tensor:
+    """[rows], bool: the ``count`` most probable masks; with a threshold the most probable one, and
+    every other that is not below it.
+    """
+    if threshold is None:
+        return most_confident(p, masked, count)
+    return most_confident(p, masked, 1) | (masked & (p >= threshold))
+
+
+# Tokens and those to be revealed, [rows] each, from logits, masks, the schedule's number and keys.
+Choose = Callable[[Tensor, Tensor, int, Draws], tuple[Tensor, Tensor]]
+
+
+def by_probability(
+    logits: Tensor,
+    masked: Tensor,
+    count: int,
+    draws: Draws,
+    *,
+    temperature: float,
+    sample: Sample,
+    threshold: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Draw from softmax(logits / temperature), and reveal by the probability at temperature 1, in
+    float64 (:func:`not_below`).
+    """
+    tokens = drawn(logits, temperature, sample, draws)
+    return tokens, not_below(probability(logits.double(), tokens), masked, count, threshold)
+
+
+def denoise(
+    run: Run,
+    model: Model,
+    mask_id: int,
+    choose: Choose,
+    ids: Tensor,
+    visible: Tensor,
+    rows: slice,
+    revealed: Tensor,
+    schedule: Iterable[int],
+    canvas: int,
+) -> None:
+    """Reveal masks of a block in place, step after step, while there are both masks and steps.
+
+    Args:
+        run: Gets the passes.
+        model: Sees all of ``ids``.
+        mask_id: Of masks.
+        choose: The rule of a step.
+        ids: [T], changed in ``rows``.
+        visible: [T, T].
+        rows: The block.
+        revealed: [rows], gets the step that wrote each position.
+        schedule: A number for each step.
+        canvas: Number of the block, in keys of draws.
+    """
+    block = ids[rows]
+    for step, count in enumerate(schedule):
+        masked = block == mask_id
+        if not masked.any():
+            break
+        run.passes.append(Pass("denoise", rows.start, int(masked.sum())))
+        logits = model(ids, visible)[rows]
+        draws = block_draws(canvas, step, range(len(block)))
+        tokens, reveal = choose(logits, masked, count, draws)
+        block[reveal] = tokens[reveal]
+        revealed[reveal] = step
 
 
 def even_schedule(num_masked: int, steps: int) -> list[int]:

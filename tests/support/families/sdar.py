@@ -4,17 +4,21 @@ Source: JetAstra/SDAR ``generate.py`` at c2041a8, ``block_diffusion_generate``.
 """
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from tests.support.families.run import (
+    Draws,
     Model,
     Pass,
     Run,
     Sample,
     begin,
     block_causal,
-    block_draws,
+    denoise,
     draw,
     entropy_of,
     even_schedule,
@@ -22,6 +26,37 @@ from tests.support.families.run import (
     multinomial,
     num_affordable,
 )
+
+
+def by_strategy(
+    logits: Tensor,
+    masked: Tensor,
+    least: int,
+    draws: Draws,
+    *,
+    confidence_threshold: float,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    remasking_strategy: str = "low_confidence_dynamic",
+    entropy_budget: float = 0.1,
+    sample: Sample = multinomial,
+) -> tuple[Tensor, Tensor]:
+    """Reveal by one of the strategies that :func:`generate` describes."""
+    tokens, p = draw(logits, temperature, top_k, top_p, sample, draws)
+    confident = masked & (p > confidence_threshold)
+    if remasking_strategy == "sequential":
+        reveal = masked & (masked.cumsum(0) <= least)
+    elif remasking_strategy == "low_confidence_dynamic" and int(confident.sum()) >= least:
+        reveal = confident
+    elif remasking_strategy in ("entropy", "entropy_budget"):
+        entropy, count = entropy_of(logits, temperature), least
+        if remasking_strategy == "entropy_budget":
+            count = max(count, num_affordable(entropy[masked], entropy_budget))
+        reveal = most_confident(-entropy, masked, count)
+    else:
+        reveal = most_confident(p, masked, least)
+    return tokens, reveal
 
 
 @torch.no_grad()
@@ -33,14 +68,9 @@ def generate(
     gen_length: int = 128,
     block_length: int = 8,
     denoising_steps: int = 8,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    remasking_strategy: str = "low_confidence_dynamic",
     confidence_threshold: float = 0.85,
-    entropy_budget: float = 0.1,
     stopping_criteria_idx: Sequence[int] | None = None,
-    sample: Sample = multinomial,
+    **others: Any,
 ) -> Run:
     """Blocks from position 0; the first one generated holds the prompt's remainder.
 
@@ -68,48 +98,25 @@ def generate(
     The publisher's evaluation (``opencompass/models/huggingface_bd3.py`` in the same commit)
     differs in one point from this function: its probability is that before ``top_k`` and ``top_p``.
 
+    ``others`` are arguments of :func:`by_strategy`.
+
     Raises:
         ValueError: If masks are left.
     """
     prompt_length = len(prompt_ids)
-    run, x, revealed, first_block, num_blocks = begin(prompt_ids, gen_length, block_length, mask_id)
+    run, x, revealed, starts = begin(prompt_ids, gen_length, block_length, mask_id)
     schedule = even_schedule(block_length, denoising_steps)
-    end = first_block * block_length
-    for block in range(first_block, num_blocks):
-        start, end = block * block_length, (block + 1) * block_length
-        visible = block_causal(end, block_length)
-        current = x[start:end]
-        for step in range(denoising_steps + 1):
-            masked = current == mask_id
-            if not masked.any():
-                run.passes.append(Pass("commit", start, 0))
-                break
-            if step == denoising_steps:
-                raise ValueError("masks are left after the last step: a mask token was drawn")
-            run.passes.append(Pass("denoise", start, int(masked.sum())))
-            logits = model(x[:end], visible)[start:end]
-            draws = block_draws(block - first_block, step, range(block_length))
-            tokens, p = draw(logits, temperature, top_k, top_p, sample, draws)
-            confident = masked & (p > confidence_threshold)
-            if remasking_strategy == "sequential":
-                reveal = masked & (masked.cumsum(0) <= schedule[step])
-            elif (
-                remasking_strategy == "low_confidence_dynamic"
-                and int(confident.sum()) >= schedule[step]
-            ):
-                reveal = confident
-            elif remasking_strategy in ("entropy", "entropy_budget"):
-                entropy, count = entropy_of(logits, temperature), schedule[step]
-                if remasking_strategy == "entropy_budget":
-                    count = max(count, num_affordable(entropy[masked], entropy_budget))
-                reveal = most_confident(-entropy, masked, count)
-            else:
-                reveal = most_confident(p, masked, schedule[step])
-            current[reveal] = tokens[reveal]
-            revealed[start:end][reveal] = step
-        if stopping_criteria_idx and set(x[prompt_length:end].tolist()) & set(
-            stopping_criteria_idx
-        ):
+    choose = partial(by_strategy, confidence_threshold=confidence_threshold, **others)
+    for canvas, start in enumerate(starts):
+        end = start + block_length
+        visible, rows = block_causal(end, block_length), slice(start, end)
+        denoise(
+            run, model, mask_id, choose, x[:end], visible, rows, revealed[rows], schedule, canvas
+        )
+        if (x[rows] == mask_id).any():
+            raise ValueError("masks are left after the last step: a mask token was drawn")
+        run.passes.append(Pass("commit", start, 0))
+        if set(x[prompt_length:end].tolist()) & set(stopping_criteria_idx or ()):
             break
     run.tokens = x[prompt_length:end].tolist()
     run.revealed = revealed[prompt_length:end].tolist()

@@ -6,6 +6,7 @@ with ``threshold=None``, as many steps as tokens, and an end token.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -16,12 +17,10 @@ from tests.support.families.run import (
     Sample,
     begin,
     block_causal,
-    block_draws,
-    drawn,
+    by_probability,
+    denoise,
     even_schedule,
-    most_confident,
     multinomial,
-    probability,
 )
 
 
@@ -71,31 +70,18 @@ def generate_block(
     steps_per_block = steps // (gen_length // block_length)
     prompt_length = len(prompt_ids)
     total = prompt_length + gen_length
-    run, x, revealed, first_block, _ = begin(prompt_ids, gen_length, block_length, mask_id)
-    end = prompt_length
-    for canvas, start in enumerate(range(first_block * block_length, total, block_length)):
+    run, x, revealed, starts = begin(prompt_ids, gen_length, block_length, mask_id)
+    choose = partial(by_probability, temperature=temperature, sample=sample, threshold=threshold)
+    for canvas, start in enumerate(starts):
         end = min(start + block_length, total)
-        visible = block_causal(end, block_length)
-        current = x[start:end]
-        schedule = even_schedule(int((current == mask_id).sum()), steps_per_block)
-        for step, count in enumerate(schedule):
-            if not count:
-                break
-            masked = current == mask_id
-            if not masked.any():
-                break
-            run.passes.append(Pass("denoise", start, int(masked.sum())))
-            logits = model(x[:end], visible)[start:end]
-            draws = block_draws(canvas, step, range(end - start))
-            tokens = drawn(logits, temperature, sample, draws)
-            p = probability(logits.double(), tokens)
-            if threshold is None:
-                reveal = most_confident(p, masked, count)
-            else:
-                reveal = most_confident(p, masked, 1) | (masked & (p >= threshold))
-            current[reveal] = tokens[reveal]
-            revealed[start:end][reveal] = step
-        if (current == mask_id).any():
+        visible, rows = block_causal(end, block_length), slice(start, end)
+        # A step of which the schedule reveals none is not run.
+        numbers = even_schedule(int((x[rows] == mask_id).sum()), steps_per_block)
+        schedule = [number for number in numbers if number]
+        denoise(
+            run, model, mask_id, choose, x[:end], visible, rows, revealed[rows], schedule, canvas
+        )
+        if (x[rows] == mask_id).any():
             raise ValueError("masks are left after the block's steps")
         generated = x[prompt_length:end].tolist()
         if eos_id is not None and eos_id in generated:
