@@ -216,6 +216,8 @@ class Case:
 
 def _sdar(asked: Asked, generate: Callable[..., Run] = sdar.generate) -> Run:
     wanted = asked.wanted
+    # MinerU-Diffusion's has no end tokens.
+    ends = {} if generate is mineru.generate else {"stopping_criteria_idx": asked.ends}
     return generate(
         **asked.filtered,
         block_length=asked.block_length,
@@ -224,7 +226,7 @@ def _sdar(asked: Asked, generate: Callable[..., Run] = sdar.generate) -> Run:
         remasking_strategy=STRATEGIES[wanted.strategy],
         confidence_threshold=wanted.threshold,
         entropy_budget=0.1 if wanted.entropy_budget is None else wanted.entropy_budget,
-        stopping_criteria_idx=asked.ends,
+        **ends,
     )
 
 
@@ -302,7 +304,9 @@ def _stable_diffcoder(asked: Asked) -> Run:
     )
 
 
-def _llada(asked: Asked, is_growing: bool = False, max_length: int | None = None) -> Run:
+def _llada(
+    asked: Asked, is_growing: bool = False, max_length: int | None = None, **changes: Any
+) -> Run:
     wanted, B = asked.wanted, asked.block_length
     num_blocks, steps = -(-wanted.max_tokens // B), wanted.steps or B
     has_room = max_length is None or len(asked.prompt) + num_blocks * B <= max_length
@@ -312,6 +316,7 @@ def _llada(asked: Asked, is_growing: bool = False, max_length: int | None = None
         "remasking": "random" if wanted.strategy == "random" else "low_confidence",
         "threshold": wanted.threshold if wanted.strategy == "dynamic" else None,
         "uniform": run.keyed_uniform(wanted.seed),
+        **changes,
     }
     if is_growing:
         return llada.var_generate(**common, steps=steps)
@@ -329,37 +334,18 @@ def _bd3lm(asked: Asked) -> Run:
     )
 
 
-def _mineru(asked: Asked) -> Run:
-    wanted = asked.wanted
-    return mineru.generate(
-        **asked.filtered,
-        block_length=asked.block_length,
-        gen_length=wanted.max_tokens,
-        denoising_steps=wanted.steps or asked.block_length,
-        remasking_strategy=STRATEGIES[wanted.strategy],
-        confidence_threshold=wanted.threshold,
-        entropy_budget=0.1 if wanted.entropy_budget is None else wanted.entropy_budget,
-    )
-
-
 def _mdlm(asked: Asked, is_shifted: bool = False) -> Run:
-    wanted, B = asked.wanted, asked.block_length
     model = asked.common["model"]
 
     def shifted(ids: Tensor, visible: Tensor) -> Tensor:
         logits: Tensor = model(ids, visible)
         return torch.cat([logits[:1], logits[:-1]])
 
-    common = asked.common | {"model": shifted if is_shifted else model}
-    return llada.generate(
-        **common,
-        gen_length=wanted.max_tokens,
-        block_length=B,
-        steps=(wanted.steps or B) * -(-wanted.max_tokens // B),
-        remasking="random" if wanted.strategy == "random" else "low_confidence",
-        threshold=wanted.threshold if wanted.strategy == "dynamic" else None,
+    return _llada(
+        asked,
+        model=shifted if is_shifted else model,
+        gen_length=asked.wanted.max_tokens,
         schedule=bd3lm.schedule,
-        uniform=run.keyed_uniform(wanted.seed),
     )
 
 
@@ -443,7 +429,7 @@ CASES: dict[str, Case] = {
     ),
     "a2d": Case(tiny.a2d, _bd3lm, ("dynamic", "static"), filters=(), stepped=("static",)),
     "mdlm": mdlm_case(tiny.a2d, "A2DQwen3MDLM", is_shifted=False),
-    "mineru": Case(tiny_mineru, _mineru, stepped=_ALL),
+    "mineru": Case(tiny_mineru, partial(_sdar, generate=mineru.generate), stepped=_ALL),
     "llada": _whole(tiny.llada, _llada),
     "llada-moe": _whole(tiny.llada_moe, _llada),
     "illada": _whole(tiny.illada, partial(_llada, is_growing=True)),

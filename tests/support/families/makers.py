@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tests.support.families.model import END_IDS, Maker, TinyModel
 from tests.support.families.published import files_of
+from tests.support.models.checkpoints import with_single_experts
 
 
 def transformers_body(name: str) -> Callable[[dict[str, Any]], nn.Module]:
@@ -34,25 +35,6 @@ def transformers_body(name: str) -> Callable[[dict[str, Any]], nn.Module]:
         return model
 
     return body
-
-
-def _one_tensor_per_expert(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Take apart what ``transformers`` keeps as one tensor for all experts."""
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        if name.endswith("experts.gate_up_proj"):
-            prefix = name.removesuffix("gate_up_proj")
-            for expert, both in enumerate(tensor):
-                gate, up = both.chunk(2)
-                tensors[f"{prefix}{expert}.gate_proj.weight"] = gate
-                tensors[f"{prefix}{expert}.up_proj.weight"] = up
-        elif name.endswith("experts.down_proj"):
-            prefix = name.removesuffix("down_proj")
-            for expert, down in enumerate(tensor):
-                tensors[f"{prefix}{expert}.down_proj.weight"] = down
-        else:
-            tensors[name] = tensor
-    return tensors
 
 
 def _encoder_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -78,7 +60,7 @@ sdar_moe = replace(
     body=transformers_body("Qwen3Moe"),
     config=sdar.config | {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2},
     file=("JetLM/SDAR-30B-A3B-Chat",),
-    published=_one_tensor_per_expert,
+    published=with_single_experts,
 )
 
 # DreamReasoner: Qwen3 by Dream's name; its ``head_dim`` is null, and the heads divide the hidden
@@ -342,7 +324,7 @@ llada_moe = Maker(
         "rope_scaling": None,
     },
     block_length_key=None,
-    published=_one_tensor_per_expert,
+    published=with_single_experts,
     kind=LLaDAMoE,
 )
 
@@ -450,8 +432,8 @@ class _GroupedNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         groups = x.unflatten(-1, (self.num_groups, -1))
-        scale = (groups.pow(2).mean(-1, keepdim=True) + self.epsilon).rsqrt()
-        return self.weight * (groups * scale).flatten(-2)
+        normed = nn.functional.rms_norm(groups, groups.shape[-1:], eps=self.epsilon)
+        return self.weight * normed.flatten(-2)
 
 
 def k2_horizon_body(config: dict[str, Any]) -> nn.Module:

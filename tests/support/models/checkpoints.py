@@ -69,6 +69,22 @@ def changed(
     return folder
 
 
+def with_single_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Take apart what ``transformers`` keeps as one tensor for all experts."""
+    single: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        stem, _, end = name.rpartition(".")
+        if not stem.endswith(".experts") or tensor.dim() != 3:
+            single[name] = tensor
+            continue
+        for idx, expert in enumerate(tensor):
+            matrices = (expert,) if end == "down_proj" else expert.chunk(2)
+            ends = ("down_proj",) if end == "down_proj" else ("gate_proj", "up_proj")
+            for each, matrix in zip(ends, matrices, strict=True):
+                single[f"{stem}.{idx}.{each}.weight"] = matrix.contiguous()
+    return single
+
+
 def random_checkpoint(
     folder: Path, *, seed: int = 0, gain: float = 0.5, embed: float = 3.0, **changes: Any
 ) -> Path:

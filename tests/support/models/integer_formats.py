@@ -16,7 +16,7 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tests.support.models.checkpoints import copy_all_but_weights
+from tests.support.models.checkpoints import copy_all_but_weights, with_single_experts
 from tests.support.models.quantized import settings_of, written
 
 GROUP_SIZE = 32
@@ -45,7 +45,7 @@ def integer_checkpoint(source: Path, folder: Path, layout: str) -> Path:
     copy_all_but_weights(source, folder)
     tensors: dict[str, Tensor] = {}
     kept = []
-    for name, tensor in _with_single_experts(load_file(source / "model.safetensors")).items():
+    for name, tensor in with_single_experts(load_file(source / "model.safetensors")).items():
         stem = name.removesuffix(".weight")
         if tensor.dim() == 2 and stem != name and not _KEPT.search(name):
             stored = _stored(tensor, layout)
@@ -61,21 +61,6 @@ def integer_checkpoint(source: Path, folder: Path, layout: str) -> Path:
     config["quantization_config"] = quantization_config(layout, kept)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
-
-
-def _with_single_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    single: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        stem, _, end = name.rpartition(".")
-        if not stem.endswith(".experts") or tensor.dim() != 3:
-            single[name] = tensor
-            continue
-        for idx, expert in enumerate(tensor):
-            matrices = (expert,) if end == "down_proj" else expert.chunk(2)
-            ends = ("down_proj",) if end == "down_proj" else ("gate_proj", "up_proj")
-            for each, matrix in zip(ends, matrices, strict=True):
-                single[f"{stem}.{idx}.{each}.weight"] = matrix.contiguous()
-    return single
 
 
 def _stored(weight: Tensor, layout: str) -> dict[str, Tensor]:

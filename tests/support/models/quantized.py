@@ -17,6 +17,7 @@ import torch
 from compressed_tensors.quantization import (
     QuantizationConfig,
     QuantizationStatus,
+    apply_quantization_config,
     preset_name_to_scheme,
 )
 from safetensors.torch import load_file, save_file
@@ -79,12 +80,6 @@ class QuantizedOracle(Oracle):
 
     def __init__(self, checkpoint: Path, dtype: torch.dtype, source: Path = SHIPPED) -> None:
         """Load what was quantised from a checkpoint, and what was not from its source."""
-        from compressed_tensors.quantization import (
-            QuantizationConfig,
-            QuantizationStatus,
-            apply_quantization_config,
-        )
-
         settings = json.loads((checkpoint / "config.json").read_text())["quantization_config"]
         settings.pop("version")
         super().__init__(source, dtype)
