@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 
-from tests.support.engines.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine, tokens_of
 from tests.support.engines.generate import tokens_of_batch
 from tests.support.families import makers
 from tests.support.families.cases import EVERY_CASE, expected
@@ -102,7 +102,7 @@ def test_tokens(name: str, tmp_path: Path) -> None:
                 for i, *_ in adapted.work
             ],
         )
-    adapted.check([list(output.outputs[0].token_ids) for output in outputs])
+    adapted.check(tokens_of(outputs))
 
 
 @pytest.mark.slow

@@ -16,10 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.engines.engine import SYNCHRONOUS_OFTEN, TracedEngine
+from tests.support.engines.engine import SYNCHRONOUS_OFTEN, TracedEngine, tokens_of
 from tests.support.engines.generate import tokens_of_batch
 from tests.support.families import makers, nemotron, uno
 from tests.support.families import run as loops
+from tests.support.families.cases import Wanted
 from tests.support.families.makers import SelfDrafting, Uno
 from tests.support.families.model import MASK_ID, VOCAB_SIZE, prompt_of
 from tests.support.families.run import Run
@@ -37,6 +38,8 @@ OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 80,
     "num_gpu_blocks_override": MAX_MODEL_LEN // 16 + 2,
 }
+# vLLM's parameters, with ``max_tokens`` as the only end.
+params = Wanted(max_tokens=30, strategy=None, threshold=None).sampling_params
 
 
 def agreeing_model(family: str) -> SelfDrafting:
@@ -50,19 +53,10 @@ def agreeing_model(family: str) -> SelfDrafting:
     return model
 
 
-def params(**changes: Any) -> Any:
-    """Return vLLM's parameters, with ``max_tokens`` as the only end."""
-    from vllm import SamplingParams
-
-    options: dict[str, Any] = {"max_tokens": 30, "temperature": 0.0, "ignore_eos": True}
-    return SamplingParams(**(options | {"detokenize": False, "seed": 0} | changes))
-
-
 def sample_of(wanted: Any) -> loops.Sample:
     """Return the sampler of the request's noise, after its filters."""
     keyed = loops.keyed_sample(wanted.seed)
-    top_k = max(wanted.top_k, 0)
-    return lambda logits, draws: keyed(loops.filtered(logits, top_k, wanted.top_p), draws)
+    return lambda logits, draws: keyed(loops.filtered(logits, wanted.top_k, wanted.top_p), draws)
 
 
 def once(loop: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,6 +84,11 @@ def expected(model: Any, prompt: Sequence[int], wanted: Any) -> list[int]:
         sample=sample_of(wanted),
     )
     return run.tokens
+
+
+def all_expected(model: Any, prompts: list[list[int]], wanted: list[Any]) -> list[list[int]]:
+    """Return the loop's tokens for each request of a batch."""
+    return [expected(model, prompt, one) for prompt, one in zip(prompts, wanted, strict=True)]
 
 
 @once
@@ -184,10 +183,6 @@ def generate(engine: TracedEngine, prompts: list[list[int]], wanted: list[Any]) 
     return [output.outputs[0] for output in outputs]
 
 
-def tokens_of(completions: list[Any]) -> list[list[int]]:
-    return [list(completion.token_ids) for completion in completions]
-
-
 def test_tokens(engine: TracedEngine, model: SelfDrafting) -> None:
     """Chunks, batches, preemptions, temperatures and filters give the causal loop's tokens."""
     lengths = (1, 7, 8, 9, 64, 81, 150, 120)
@@ -201,10 +196,8 @@ def test_tokens(engine: TracedEngine, model: SelfDrafting) -> None:
     wanted = [params(seed=i, max_tokens=40, **kinds[i % 4]) for i in range(len(lengths))]
     engine.preempted.clear()
     with counting(engine) as found:
-        completions = generate(engine, prompts, wanted)
-    assert tokens_of(completions) == [
-        expected(model, prompt, one) for prompt, one in zip(prompts, wanted, strict=True)
-    ]
+        outputs = engine.outputs(prompts, wanted)
+    assert tokens_of(outputs) == all_expected(model, prompts, wanted)
     assert engine.preempted
     counts = Counter(found)
     if temperature_of(engine, 1.0):
@@ -264,10 +257,8 @@ def test_end_of_the_model_length(engine: TracedEngine, model: SelfDrafting) -> N
     """The last drafts are as narrow as the rest of the model's length."""
     prompts = [prompt_of(length, seed=length) for length in (230, 241, 255)]
     wanted = [params(max_tokens=MAX_MODEL_LEN - len(prompt)) for prompt in prompts]
-    completions = generate(engine, prompts, wanted)
-    assert tokens_of(completions) == [
-        expected(model, prompt, one) for prompt, one in zip(prompts, wanted, strict=True)
-    ]
+    outputs = engine.outputs(prompts, wanted)
+    assert tokens_of(outputs) == all_expected(model, prompts, wanted)
 
 
 @drafts
@@ -397,10 +388,8 @@ def test_way_of_each_request(is_async: bool, tmp_path: Path) -> None:
                 for i in range(len(prompts))
             ]
             outputs = engine.outputs(prompts, wanted)
-            tokens = tokens_of([output.outputs[0] for output in outputs])
-            assert tokens == [
-                expected(model, prompt, one) for prompt, one in zip(prompts, wanted, strict=True)
-            ]
+            tokens = tokens_of(outputs)
+            assert tokens == all_expected(model, prompts, wanted)
             assert turn == 0 or all(output.num_cached_tokens > 0 for output in outputs)
             prompts = [
                 (prompt + answer + prompt_of(3, seed=turn))[:200]
@@ -447,6 +436,5 @@ def test_two_processes(rule: str, model: SelfDrafting, tmp_path: Path) -> None:
         for prompt, one in zip(prompts, wanted, strict=True)
     ]
     options = ruled(rule, tensor_parallel_size=2, **model.options)
-    assert tokens_of_batch(folder, requests, **options) == [
-        expected(model, prompt, one) for prompt, one in zip(prompts, wanted, strict=True)
-    ]
+    found = tokens_of_batch(folder, requests, **options)
+    assert found == all_expected(model, prompts, wanted)

@@ -14,7 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.engines.engine import ASYNCHRONOUS_OFTEN, SYNCHRONOUS_OFTEN, TracedEngine
+from tests.support.engines.engine import (
+    ASYNCHRONOUS_OFTEN,
+    SYNCHRONOUS_OFTEN,
+    TracedEngine,
+    tokens_of,
+)
 from tests.support.families import run
 from tests.support.families.cases import Wanted
 from tests.support.families.mineru import generate
@@ -34,6 +39,11 @@ def request(parts: Sequence[Part], **more: Any) -> dict[str, Any]:
     pictures = [part for part in parts if not isinstance(part, list)]
     ids = [token for part in parts for token in (part if isinstance(part, list) else [IMAGE_ID])]
     return {"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}, **more}
+
+
+def answers(engine: TracedEngine, prompts: Sequence[Sequence[Part]], params: Any) -> list[Any]:
+    """Return the finished ``RequestOutput`` of each prompt, in one batch."""
+    return engine.llm.generate([request(parts) for parts in prompts], params, use_tqdm=False)
 
 
 class Expected(NamedTuple):
@@ -134,11 +144,8 @@ def test_log_probabilities_and_a_schema(tmp_path: Path, is_asynchronous: bool) -
     with TracedEngine(
         model.save(tmp_path), **OPTIONS, **options, max_num_batched_tokens=96
     ) as engine:
-        outputs = engine.llm.generate(
-            [request(parts) for parts in [*PROMPTS, *pages]],
-            [*[reported] * len(PROMPTS), *[held] * len(pages)],
-            use_tqdm=False,
-        )
+        wanted = [*[reported] * len(PROMPTS), *[held] * len(pages)]
+        outputs = answers(engine, [*PROMPTS, *pages], wanted)
         tokenizer = engine.llm.get_tokenizer()
     free, constrained = outputs[: len(PROMPTS)], outputs[len(PROMPTS) :]
     for parts, output in zip(PROMPTS, free, strict=True):
@@ -147,13 +154,12 @@ def test_log_probabilities_and_a_schema(tmp_path: Path, is_asynchronous: bool) -
         assert list(output.outputs[0].token_ids) == tokens
         assert_logprobs(output.outputs[0].logprobs, logprobs)
     # Their texts begin with what the prompt's last bytes leave of a character.
-    answers = [
-        tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True)
-        for output in constrained
+    texts = [
+        tokenizer.decode(tokens, skip_special_tokens=True) for tokens in tokens_of(constrained)
     ]
-    for answer in answers:
+    for answer in texts:
         jsonschema.validate(json.loads(answer), schema)
-    assert len(set(answers)) == len(answers)
+    assert len(set(texts)) == len(texts)
 
 
 @pytest.mark.parametrize("is_asynchronous", SYNCHRONOUS_OFTEN)
@@ -175,11 +181,8 @@ def test_pictures_that_share_a_block(tmp_path: Path, is_asynchronous: bool) -> N
     ) as engine:
         longest = num_tokens(pictures[0])
         assert engine.scheduler.encoder_cache_manager.cache_size == 2 * longest + 30
-        outputs = engine.llm.generate(
-            [request(parts) for parts in prompts], WANTED.sampling_params(), use_tqdm=False
-        )
-    for parts, output in zip(prompts, outputs, strict=True):
-        assert list(output.outputs[0].token_ids) == expected(model, parts).tokens
+        outputs = answers(engine, prompts, WANTED.sampling_params())
+    assert tokens_of(outputs) == [expected(model, parts).tokens for parts in prompts]
 
 
 @pytest.mark.parametrize("is_asynchronous", ASYNCHRONOUS_OFTEN)
@@ -195,11 +198,9 @@ def test_pictures_of_preempted_requests(tmp_path: Path, is_asynchronous: bool) -
     options = {"async_scheduling": is_asynchronous, "num_gpu_blocks_override": 512 // 16 + 1}
     with TracedEngine(model.save(tmp_path), **OPTIONS, **options) as engine:
         tokenizer = engine.llm.get_tokenizer()
-        requests = [request(parts) for parts in PROMPTS]
         params = [WANTED.sampling_params(logprobs=1) for _ in PROMPTS]
-        answers = [expected(model, parts) for parts in PROMPTS]
-        stop = tokenizer.decode(answers[0].tokens)[-4:]
-        requests += [requests[0], requests[1]]
+        loops = [expected(model, parts) for parts in PROMPTS]
+        stop = tokenizer.decode(loops[0].tokens)[-4:]
         params += [
             WANTED.sampling_params(detokenize=True, stop=[stop]),
             WANTED.sampling_params(
@@ -209,15 +210,15 @@ def test_pictures_of_preempted_requests(tmp_path: Path, is_asynchronous: bool) -
             ),
         ]
         engine.preempted.clear()
-        outputs = engine.llm.generate(requests, params, use_tqdm=False)
+        outputs = answers(engine, [*PROMPTS, *PROMPTS[:2]], params)
         assert engine.preempted
     *whole, stopped, held = [output.outputs[0] for output in outputs]
-    for answer, output in zip(answers, whole, strict=True):
-        assert list(output.token_ids) == answer.tokens
-        assert_logprobs(output.logprobs, answer.logprobs)
+    for loop, output in zip(loops, whole, strict=True):
+        assert list(output.token_ids) == loop.tokens
+        assert_logprobs(output.logprobs, loop.logprobs)
     assert stopped.finish_reason == "stop"
     assert stop not in stopped.text
-    assert list(stopped.token_ids) == answers[0].tokens
+    assert list(stopped.token_ids) == loops[0].tokens
     # Its text begins with what the prompt's last bytes leave of a character.
     assert re.fullmatch("[ab]{9}", tokenizer.decode(held.token_ids, skip_special_tokens=True))
 
@@ -231,10 +232,9 @@ def test_shared_prefixes(tmp_path: Path) -> None:
 
         def cached(*parts: Part) -> int:
             """Return a prompt's number of cached tokens; check its answer."""
-            params = WANTED.sampling_params()
-            (output,) = engine.llm.generate([request(parts)], params, use_tqdm=False)
-            assert list(output.outputs[0].token_ids) == expected(model, parts).tokens
-            return int(output.num_cached_tokens)
+            outputs = answers(engine, [parts], WANTED.sampling_params())
+            assert tokens_of(outputs) == [expected(model, parts).tokens]
+            return int(outputs[0].num_cached_tokens)
 
         # Blocks end at 32, 64, ...; the picture begins at 60, in a block that begins before it.
         long = text(60, 1)
@@ -254,13 +254,13 @@ def test_published_ends(tmp_path: Path) -> None:
     model = mineru()
     folder = model.save(tmp_path)
     (folder / "generation_config.json").write_text("{}")
-    answers = [expected(model, parts).tokens for parts in PROMPTS]
+    loops = [expected(model, parts).tokens for parts in PROMPTS]
     spare = re.compile(r"<unused\d+>")
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     names = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
     # Tokens of two answers, under the published names.
     written = [
-        token for tokens in answers for token in tokens[:-1] if spare.match(names.get(token, ""))
+        token for tokens in loops for token in tokens[:-1] if spare.match(names.get(token, ""))
     ]
     ends = {"<|endoftext|>": written[0], "<|im_end|>": written[-1]}
     assert len(set(ends.values())) == 2
@@ -270,18 +270,14 @@ def test_published_ends(tmp_path: Path) -> None:
             text = text.replace(names[token], published)
         (folder / file).write_text(text)
     with TracedEngine(folder, **OPTIONS) as engine:
-        asked = [WANTED.sampling_params(ignore_eos=each) for each in (False, True)]
         ended, whole = (
-            engine.llm.generate([request(parts) for parts in PROMPTS], each, use_tqdm=False)
-            for each in asked
+            answers(engine, PROMPTS, WANTED.sampling_params(ignore_eos=each))
+            for each in (False, True)
         )
-    cut = []
-    for tokens in answers:
-        first = [at for at, token in enumerate(tokens) if token in ends.values()]
-        cut.append(tokens[: first[0] + 1] if first else tokens)
-    assert [list(output.outputs[0].token_ids) for output in ended] == cut
+    cut = [run.cut(tokens, ends.values()) for tokens in loops]
+    assert tokens_of(ended) == cut
     assert {tokens[-1] for tokens in cut} >= set(ends.values())
-    assert [list(output.outputs[0].token_ids) for output in whole] == answers
+    assert tokens_of(whole) == loops
 
 
 def test_recipe_of_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,5 +308,5 @@ def test_recipe_of_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     params = SamplingParams(temperature=0, max_tokens=recipe.BLOCK_LENGTH, detokenize=False)
     with TracedEngine(folder, max_model_len=128, limit_mm_per_prompt={"image": 1}) as engine:
         outputs = engine.llm.chat(chats, params, use_tqdm=False)
-    assert [list(output.outputs[0].token_ids) for output in outputs] == read
+    assert tokens_of(outputs) == read
     assert len({tuple(tokens) for tokens in read}) > 1

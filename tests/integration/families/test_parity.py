@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine, tokens_of
 from tests.support.engines.generate import tokens_of_batch
-from tests.support.families.cases import CASES, Wanted, expected
+from tests.support.families.cases import CASES, Wanted, assert_loops, expected
 from tests.support.families.model import TinyModel, prompt_of
 from tests.support.families.run import Run
 from tests.support.oracles.frames import EVERY_FIELD, Watched, steps_of_trace, steps_that_decided
@@ -55,7 +55,7 @@ class Family:
     def generate(self, prompts: list[list[int]], wanted: list[Wanted], **changes: Any) -> list[Any]:
         """Return the token ids of each prompt's answer, all in one batch."""
         outputs = self.engine.outputs(prompts, [one.sampling_params(**changes) for one in wanted])
-        return [list(output.outputs[0].token_ids) for output in outputs]
+        return tokens_of(outputs)
 
     def loop_until(self, prompt: list[int], wanted: Wanted) -> Run:
         """Return the loop's passes up to the block of the last requested token."""
@@ -354,8 +354,7 @@ def test_two_ranks(name: str, tmp_path: Path) -> None:
     model = case.make()
     lengths = (3, 41, 64, 77)
     wanted = [
-        Wanted(max_tokens=40, temperature=t, seed=i)
-        for i, t in zip(range(4), (0.0, 0.7, 1.0, 0.0), strict=True)
+        Wanted(max_tokens=40, temperature=t, seed=i) for i, t in enumerate((0.0, 0.7, 1.0, 0.0))
     ]
     prompts = [prompt_of(length, seed=length) for length in lengths]
     requests = [
@@ -364,5 +363,4 @@ def test_two_ranks(name: str, tmp_path: Path) -> None:
     ]
     options = OPTIONS | case.options | {"tensor_parallel_size": 2}
     answers = tokens_of_batch(model.save(tmp_path), requests, **options)
-    for prompt, one, answer in zip(prompts, wanted, answers, strict=True):
-        assert answer == expected(case, model, prompt, one).tokens
+    assert_loops(case, model, prompts, wanted, answers)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.engines.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine, tokens_of
 from tests.support.families.cases import EVERY_CASE, expected
 from tests.support.families.makers import LLaDA
 from tests.support.families.model import prompt_of
@@ -133,7 +133,7 @@ def test_published_width(sized: Sized, tmp_path: Path) -> None:
     options = {"max_model_len": room, "max_num_seqs": 3, "kv_cache_memory_bytes": 2**30}
     with TracedEngine(folder, **options | case.options) as engine:
         outputs = engine.outputs(prompts, one.sampling_params())
-    found = [list(output.outputs[0].token_ids) for output in outputs]
+    found = tokens_of(outputs)
     assert found == wanted
     print(f"{sized.file[0]}: {sum(map(len, found))} tokens equal after {list(sized.lengths)}")
     assert len({token for tokens in wanted for token in tokens}) > sum(map(len, wanted)) // 3

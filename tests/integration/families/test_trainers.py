@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.families.test_mdlm import assert_loops
+from tests.integration.families.test_a2d import serve_and_compare
 from tests.support.engines.engine import TracedEngine
 from tests.support.engines.loading import load, one_rank
 from tests.support.engines.refused import refusal
@@ -62,7 +62,7 @@ def test_fast_dllm(name: str, block_length: int, tmp_path: Path) -> None:
         options={"hf_overrides": overrides},
     )
     wanted = [Wanted(max_tokens=n, threshold=t) for n, t in ((35, 0.3), (64, 0.1), (20, 0.9))]
-    assert_loops(case, tmp_path / "served", wanted, is_asynchronous=False)
+    serve_and_compare(case, tmp_path / "served", wanted, is_asynchronous=False)
 
 
 @pytest.mark.parametrize(

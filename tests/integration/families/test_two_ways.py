@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.engines.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine, tokens_of
 from tests.support.engines.generate import tokens_of_batch
+from tests.support.families.cases import Wanted
 from tests.support.families.model import prompt_of
 from tests.support.models.checkpoints import random_checkpoint
 from tests.support.models.drafts import greedy_tokens
@@ -34,6 +35,8 @@ OPTIONS: dict[str, Any] = {
     "prefix_cache_retention_interval": None,
 }
 LENGTHS = (1, 2, 7, 33, 64, 81, 150, 120)
+# vLLM's parameters, with ``max_tokens`` as the only end.
+params = Wanted(max_tokens=30, strategy=None, threshold=None).sampling_params
 
 
 def two_scalars(folder: Path) -> Path:
@@ -84,18 +87,6 @@ drafts = pytest.mark.parametrize("engine", [way(DRAFTS)], indirect=True, ids=["d
 def engine(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[TracedEngine]:
     with TracedEngine(checkpoint, **request.param) as served:
         yield served
-
-
-def params(**changes: Any) -> Any:
-    """Return vLLM's parameters, with ``max_tokens`` as the only end."""
-    from vllm import SamplingParams
-
-    options: dict[str, Any] = {"max_tokens": 30, "temperature": 0.0, "ignore_eos": True, "seed": 0}
-    return SamplingParams(**(options | {"detokenize": False} | changes))
-
-
-def tokens_of(outputs: list[Any]) -> list[list[int]]:
-    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def test_greedy_tokens(engine: TracedEngine, oracle: Any) -> None:

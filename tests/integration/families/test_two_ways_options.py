@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from vllm.lora.request import LoRARequest
 
-from tests.support.engines.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine, tokens_of
+from tests.support.families.cases import Wanted
 from tests.support.families.mineru_model import picture
 from tests.support.families.model import prompt_of
 from tests.support.models.adapters import DECODER, ENCODER, EXPERTS, adapt
@@ -35,11 +36,8 @@ def options(rule: str, **more: Any) -> dict[str, Any]:
     } | more
 
 
-def params(**changes: Any) -> Any:
-    from vllm import SamplingParams
-
-    asked: dict[str, Any] = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
-    return SamplingParams(**(asked | {"detokenize": False} | changes))
+# vLLM's parameters, with ``max_tokens`` as the only end.
+params = Wanted(max_tokens=24, strategy=None, threshold=None).sampling_params
 
 
 @torch.no_grad()
@@ -148,7 +146,7 @@ def test_adapters(tmp_path: Path, rule: str) -> None:
             params(),
             lora_request=[requests[name] for name, _ in work],
         )
-    found = [list(output.outputs[0].token_ids) for output in outputs]
+    found = tokens_of(outputs)
     assert found == [greedy(models[name], prompt, 24) for name, prompt in work]
     plain, encoder, decoder, both = found[:2], found[2:4], found[4:6], found[6:]
     assert plain == decoder
@@ -164,8 +162,7 @@ def test_fp8(tmp_path: Path) -> None:
     answers = []
     for rule in RULES:
         with TracedEngine(checkpoint, **options(rule)) as engine:
-            outputs = [engine.outputs([prompt], params())[0] for prompt in prompts]
-            answers.append([list(output.outputs[0].token_ids) for output in outputs])
+            answers.append(tokens_of([engine.outputs([prompt], params())[0] for prompt in prompts]))
     assert answers[0] == answers[1]
     assert len(set(map(tuple, answers[0]))) == len(prompts)
     model = QuantizedOracle(checkpoint, torch.float32, source).model

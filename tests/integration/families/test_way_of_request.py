@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.integration.families import test_linear_spec as nemotron
-from tests.integration.families.test_two_ways import OPTIONS, params, tokens_of
+from tests.integration.families.test_two_ways import OPTIONS, params
 from tests.support.counters.row_counts import RowCounter, RowCounts
-from tests.support.engines.engine import SYNCHRONOUS_OFTEN, TracedEngine
+from tests.support.engines.engine import SYNCHRONOUS_OFTEN, TracedEngine, tokens_of
 from tests.support.families.model import prompt_of
 from tests.support.models.checkpoints import random_checkpoint
 from tests.support.models.drafts import greedy_tokens

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from tests.integration.families.test_parity import OPTIONS, Family
 from tests.integration.test_weight_updates import changed_weights, reload, written
 from tests.support.engines.engine import TracedEngine
-from tests.support.families.cases import CASES, Wanted, expected
+from tests.support.families.cases import CASES, Wanted, assert_loops
 from tests.support.families.model import prompt_of
 from tests.support.models.checkpoints import SHIPPED
 from tests.support.models.prompts import chat_prompt
@@ -30,8 +30,7 @@ def test_families(name: str, tmp_path: Path) -> None:
         reload(family.engine, model.save(tmp_path / "new"))
         after = family.generate(prompts, wanted)
         assert after != before
-        for prompt, one, answer in zip(prompts, wanted, after, strict=True):
-            assert answer == expected(family.case, model, prompt, one).tokens
+        assert_loops(family.case, model, prompts, wanted, after)
         reload(family.engine, tmp_path / "served")
         assert family.generate(prompts, wanted) == before
     finally:

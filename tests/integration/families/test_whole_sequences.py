@@ -9,11 +9,11 @@ import pytest
 import torch
 from vllm.exceptions import VLLMValidationError
 
-from tests.support.engines.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine, tokens_of
 from tests.support.engines.vllm_configs import configure
 from tests.support.families import llada, run
 from tests.support.families import makers as tiny
-from tests.support.families.cases import CASES, Wanted, expected
+from tests.support.families.cases import CASES, Wanted, assert_loops
 from tests.support.families.model import END_IDS, MASK_ID, prompt_of
 from vllm_diffusion.metrics import request_metrics
 from vllm_diffusion.sampling.output_head import OutputHead
@@ -74,9 +74,7 @@ def test_little_memory(tmp_path: Path, family: str, is_asynchronous: bool) -> No
     with TracedEngine(model.save(tmp_path), **case.options, **options) as engine:
         outputs = engine.outputs(prompts, [one.sampling_params() for one in wanted])
         assert bool(engine.preempted) == (family == "illada")
-    for prompt, one, output in zip(prompts, wanted, outputs, strict=True):
-        tokens = list(output.outputs[0].token_ids)
-        assert tokens == expected(case, model, prompt, one).tokens, len(prompt)
+    assert_loops(case, model, prompts, wanted, tokens_of(outputs))
 
 
 @pytest.mark.parametrize(
@@ -109,16 +107,15 @@ def test_no_room_for_whole_blocks(tmp_path: Path, family: str, is_asynchronous: 
     options = {"max_model_len": most, "max_num_seqs": 8, "async_scheduling": is_asynchronous}
     with TracedEngine(model.save(tmp_path), **case.options, **options) as engine:
         outputs = engine.outputs(prompts, [one.sampling_params() for one in wanted])
-        # A request that asks for more than the model's length gets what fits.
-        (rest,) = engine.outputs(prompts[-1:], [Wanted(max_tokens=500).sampling_params()])
-    for prompt, one, output in zip(prompts, wanted, outputs, strict=True):
-        tokens = list(output.outputs[0].token_ids)
-        assert len(tokens) == one.max_tokens, len(prompt)
-        assert tokens == expected(loop, model, prompt, one).tokens, (len(prompt), one)
-        assert output.outputs[0].finish_reason == "length"
-    assert list(rest.outputs[0].token_ids) == (
-        expected(loop, model, prompts[-1], Wanted(max_tokens=most - len(prompts[-1]))).tokens
-    )
+        # A request that asks for more than the model's length.
+        outputs += engine.outputs(prompts[-1:], [Wanted(max_tokens=500).sampling_params()])
+    # It gets what fits.
+    prompts.append(prompts[-1])
+    wanted.append(Wanted(max_tokens=most - len(prompts[-1])))
+    answers = tokens_of(outputs)
+    assert_loops(loop, model, prompts, wanted, answers)
+    assert [len(tokens) for tokens in answers] == [one.max_tokens for one in wanted]
+    assert {output.outputs[0].finish_reason for output in outputs[:-1]} == {"length"}
 
 
 @pytest.mark.parametrize("family", ["llada", "illada"])

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.engine import SYNCHRONOUS_OFTEN, TracedEngine
+from tests.support.engines.engine import SYNCHRONOUS_OFTEN, TracedEngine, tokens_of
 from tests.support.families import run
-from tests.support.families.cases import WITHOUT_STRATEGY, Case, Wanted, expected
+from tests.support.families.cases import WITHOUT_STRATEGY, Case, Wanted, assert_loops, expected
 from tests.support.families.model import TinyModel, prompt_of
 from tests.support.families.run import Run
 from vllm_diffusion.metrics import ANSWER
@@ -112,10 +112,9 @@ def test_tokens(family: Family, batch: str) -> None:
     prompts = [prompt_of(length, seed=7 + i) for i, (length, _) in enumerate(requests)]
     wanted = [family.wanted(seed=7 + i, **settings) for i, (_, settings) in enumerate(requests)]
     outputs = family.engine.outputs(prompts, [one.sampling_params() for one in wanted])
-    loops = [family.loop(*request).tokens for request in zip(prompts, wanted, strict=True)]
-    for one, tokens, output in zip(wanted, loops, outputs, strict=True):
-        assert list(output.outputs[0].token_ids) == tokens, one
-    assert len(set(map(tuple, loops))) > 1
+    answers = tokens_of(outputs)
+    assert_loops(family.case, family.model, prompts, wanted, answers)
+    assert len(set(map(tuple, answers))) > 1
 
 
 @pytest.mark.parametrize("steps", [1, 6, 7, 24, 128, 256])

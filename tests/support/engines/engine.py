@@ -207,6 +207,11 @@ class TracedEngine:
         gc.collect()
 
 
+def tokens_of(outputs: Sequence[Any]) -> list[list[int]]:
+    """Return the tokens of the only answer in each ``RequestOutput``."""
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
 def run_here(job: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """Run the ``batches`` of :func:`tests.support.engines.generate.run_engine` in this process."""
     options = dict(job["engine"])

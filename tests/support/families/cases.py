@@ -474,3 +474,15 @@ def expected(
     found = case.loop(Asked(model, prompt, wanted, ends))
     tokens = run.cut(found.tokens[: wanted.max_tokens], ends)
     return Run(tokens, found.passes, found.revealed[: len(tokens)], found.rewritten)
+
+
+def assert_loops(
+    case: Case,
+    model: TinyModel,
+    prompts: Sequence[Sequence[int]],
+    wanted: Sequence[Wanted],
+    answers: Sequence[list[int]],
+) -> None:
+    """Compare each answer of a batch with what the published loop gives its request alone."""
+    for prompt, one, answer in zip(prompts, wanted, answers, strict=True):
+        assert answer == expected(case, model, prompt, one).tokens, (len(prompt), one)
