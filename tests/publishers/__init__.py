@@ -30,9 +30,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.families.model import MASK_ID
+from tests.support.engines.engine import TracedEngine, tokens_of
+from tests.support.families.model import MASK_ID, TinyModel
 
 VARIABLE = "VLLM_DIFFUSION_PUBLISHERS"
+OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8}
 
 
 def checkout(name: str) -> Path:
@@ -56,6 +58,24 @@ def modules_of(folder: Path, name: str) -> Callable[[str], Any]:
     return lambda module: importlib.import_module(f"{name}.{module}")
 
 
+def fields_of(toy: TinyModel) -> dict[str, Any]:
+    """What a publisher's configuration class takes of a toy's ``config.json``."""
+    own = ("architectures", "auto_map", "model_type", "torch_dtype")
+    return {name: value for name, value in toy.config.items() if name not in own}
+
+
+def with_weights(body: Any, toy: TinyModel) -> Any:
+    """A publisher's model with a toy's weights, in float32."""
+    body = body.float().eval()
+    body.load_state_dict(toy.tensors())
+    return body
+
+
+def forbid_mask(head: torch.nn.Module) -> None:
+    """Take the mask token out of what a head gives."""
+    head.register_forward_hook(lambda module, inputs, output: without_mask(output))
+
+
 def without_mask(logits: Tensor) -> Tensor:
     """No publisher's loop forbids the mask token; every engine must."""
     logits = logits.clone()
@@ -72,3 +92,28 @@ def default_rope(config: Any, device: Any = None, seq_len: Any = None) -> tuple[
 def keys_and_values(cache: Any, layer: int) -> tuple[Tensor, Tensor]:
     """What ``DynamicCache.__getitem__`` gave before transformers 5."""
     return cache.layers[layer].keys, cache.layers[layer].values
+
+
+def answers(
+    folder: Path, requests: list[tuple[Any, int, dict[str, Any]]], **options: Any
+) -> list[list[int]]:
+    """The engine's answers, all in one batch: prompt, tokens and arguments of each, greedy if they
+    set nothing else.
+
+    Arguments without ``diffusion_`` in front of their names are vLLM's. A prompt is token ids, or
+    what vLLM takes for one.
+    """
+    from vllm import SamplingParams
+
+    params = []
+    for _, num_tokens, arguments in requests:
+        own = {name: value for name, value in arguments.items() if name.startswith("diffusion_")}
+        rest = {name: value for name, value in arguments.items() if name not in own}
+        settings = {"temperature": 0, "max_tokens": num_tokens, "ignore_eos": True} | rest
+        params.append(SamplingParams(**settings, detokenize=False, extra_args=own))
+    prompts = [
+        prompt if isinstance(prompt, dict) else {"prompt_token_ids": prompt}
+        for prompt, *_ in requests
+    ]
+    with TracedEngine(folder, **OPTIONS | options) as engine:
+        return tokens_of(engine.llm.generate(prompts, params, use_tqdm=False))

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.publishers import checkout, modules_of, without_mask
-from tests.publishers.engine import answers
+from tests.publishers import answers, checkout, fields_of, forbid_mask, modules_of, with_weights
 from tests.support.families import makers as tiny
 from tests.support.families.model import MASK_ID, prompt_of
 
@@ -28,15 +27,13 @@ def test_a2d(tmp_path: Path, is_mdlm: bool) -> None:
     sampler = importlib.import_module(f"dllm.core.samplers.{name}")
     classes = modules_of(folder / "pipelines/a2d/models/qwen3", "publisher_a2d")("modeling_qwen3")
     toy = tiny.a2d()
-    own = ("architectures", "auto_map", "model_type", "torch_dtype")
-    fields = {name: value for name, value in toy.config.items() if name not in own}
-    body = classes.A2DQwen3LMHeadModel(classes.A2DQwen3Config(**fields)).float().eval()
-    body.load_state_dict(toy.tensors())
+    config = classes.A2DQwen3Config(**fields_of(toy))
+    body = with_weights(classes.A2DQwen3LMHeadModel(config), toy)
     # Which transformers 5 keeps elsewhere.
     body.model.has_sliding_layers = False
     for layer in body.model.layers:
         layer.attention_type = "full_attention"
-    body.lm_head.register_forward_hook(lambda module, inputs, output: without_mask(output))
+    forbid_mask(body.lm_head)
     tokens = SimpleNamespace(mask_token_id=MASK_ID, bos_token_id=1, pad_token_id=0, eos_token_id=-7)
     publisher = getattr(sampler, f"{name.upper()}Sampler")(model=body, tokenizer=tokens)
     requests, expected = [], []

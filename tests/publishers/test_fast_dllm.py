@@ -8,8 +8,16 @@ import torch
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tests.publishers import checkout, default_rope, keys_and_values, modules_of, without_mask
-from tests.publishers.engine import answers
+from tests.publishers import (
+    answers,
+    checkout,
+    default_rope,
+    fields_of,
+    forbid_mask,
+    keys_and_values,
+    modules_of,
+    with_weights,
+)
 from tests.support.families import makers as tiny
 from tests.support.families.model import MASK_ID, VOCAB_SIZE, prompt_of
 
@@ -26,12 +34,9 @@ def test_fast_dllm(sharpness: float, tmp_path: Path, monkeypatch: pytest.MonkeyP
     toy = tiny.fast_dllm(sharpness=sharpness)
     monkeypatch.setitem(ROPE_INIT_FUNCTIONS, "default", default_rope)
     monkeypatch.setattr(DynamicCache, "__getitem__", keys_and_values, raising=False)
-    own = ("architectures", "auto_map", "model_type", "torch_dtype")
-    fields = {name: value for name, value in toy.config.items() if name not in own}
-    config = load("configuration").Fast_dLLM_QwenConfig(**fields)
-    body = load("modeling").Fast_dLLM_QwenForCausalLM(config).float().eval()
-    body.load_state_dict(toy.tensors())
-    body.lm_head.register_forward_hook(lambda module, inputs, output: without_mask(output))
+    config = load("configuration").Fast_dLLM_QwenConfig(**fields_of(toy))
+    body = with_weights(load("modeling").Fast_dLLM_QwenForCausalLM(config), toy)
+    forbid_mask(body.lm_head)
     requests: list[tuple[list[int], int, dict[str, Any]]] = []
     expected: list[list[int]] = []
     # None of exactly one block, which the publisher's does not prefill.

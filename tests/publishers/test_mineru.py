@@ -13,7 +13,7 @@ import torch
 import transformers.modeling_rope_utils
 from torch import Tensor
 
-from tests.publishers import checkout, modules_of, without_mask
+from tests.publishers import answers, checkout, fields_of, forbid_mask, modules_of, with_weights
 from tests.support.engines.engine import TracedEngine
 from tests.support.families.mineru_model import (
     IMAGE_ID,
@@ -45,16 +45,12 @@ def publishers_body(toy: MinerU, monkeypatch: pytest.MonkeyPatch) -> Any:
         transformers.modeling_rope_utils, "rope_config_validation", lambda _: None, raising=False
     )
     load = modules_of(checkout("MinerU-Diffusion") / "mineru_diffusion", "publisher_mineru")
-    own = ("architectures", "auto_map", "model_type", "torch_dtype")
-    fields = {name: value for name, value in toy.config.items() if name not in own}
+    fields = fields_of(toy)
     fields["text_config"] |= {"pad_token_id": 0}
     config = load("configuration_mineru_diffusion").MinerUDiffusionConfig(**fields)
-    modelling = load("modeling_mineru_diffusion")
-    body = modelling.MinerUDiffusionForConditionalGeneration(config).float().eval()
-    body.load_state_dict(toy.tensors())
-    body.language_model.lm_head.register_forward_hook(
-        lambda module, inputs, output: without_mask(output)
-    )
+    made = load("modeling_mineru_diffusion").MinerUDiffusionForConditionalGeneration(config)
+    body = with_weights(made, toy)
+    forbid_mask(body.language_model.lm_head)
     monkeypatch.setattr(body.language_model, "sample_with_temperature_topk_topp", likeliest)
     return body
 
@@ -74,12 +70,10 @@ def test_mineru(sharpness: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Tokens of MinerU-Diffusion are those of the publisher's modeling file for several lengths of
     prompts, thresholds, steps and sizes of pictures.
     """
-    from vllm import SamplingParams
-
     toy = mineru(sharpness=sharpness)
     body = publishers_body(toy, monkeypatch)
     pictures = [picture(40, 24, 1), picture(80, 56, 2), picture(24, 64, 3)]
-    requests, params, expected = [], [], []
+    requests, expected = [], []
     for length, num_pictures, threshold, steps in (
         (1, 0, 0.95, 32),
         (32, 0, 0.2, 32),
@@ -105,26 +99,14 @@ def test_mineru(sharpness: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             dynamic_threshold=threshold,
         )
         expected.append(ids[0].tolist())
-        requests.append(
-            {
-                "prompt_token_ids": [*head, *[IMAGE_ID] * num_pictures, *tail],
-                "multi_modal_data": {"image": seen},
-            }
-        )
+        asked = {
+            "prompt_token_ids": [*head, *[IMAGE_ID] * num_pictures, *tail],
+            "multi_modal_data": {"image": seen},
+        }
         arguments = {"diffusion_reveal_threshold": threshold, "diffusion_max_steps": steps}
-        params.append(
-            SamplingParams(
-                temperature=0,
-                max_tokens=64,
-                ignore_eos=True,
-                detokenize=False,
-                extra_args=arguments,
-            )
-        )
-    options = {"max_model_len": 512, "limit_mm_per_prompt": {"image": 3}, "max_num_seqs": 8}
-    with TracedEngine(toy.save(tmp_path), **options) as engine:
-        outputs = engine.llm.generate(requests, params, use_tqdm=False)
-    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+        requests.append((asked, 64, arguments))
+    options = {"max_model_len": 512, "limit_mm_per_prompt": {"image": 3}}
+    assert answers(toy.save(tmp_path), requests, **options) == expected
     assert len({token for tokens in expected for token in tokens}) > VOCAB_SIZE // 8
 
 

@@ -15,9 +15,18 @@ from torch.nn import functional as F
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tests.publishers import checkout, default_rope, keys_and_values, modules_of, without_mask
-from tests.publishers.engine import answers
+from tests.publishers import (
+    answers,
+    checkout,
+    default_rope,
+    fields_of,
+    forbid_mask,
+    keys_and_values,
+    modules_of,
+    with_weights,
+)
 from tests.support.families import makers as tiny
+from tests.support.families.cases import STRATEGIES
 from tests.support.families.model import MASK_ID, VOCAB_SIZE, prompt_of
 from tests.support.families.run import cut
 
@@ -75,18 +84,13 @@ def test_sdar(
     """Tokens of SDAR are those of the publisher's class and loops for several thresholds,
     strategies, numbers of steps and end tokens.
     """
-    loop, its_evaluation = (
-        modules_of(checkout("SDAR"), "publisher_sdar_loop")("generate"),
-        evaluation(),
-    )
+    loop = modules_of(checkout("SDAR"), "publisher_sdar_loop")("generate")
+    its_evaluation = evaluation()
     toy = tiny.sdar(block_length=block_length, sharpness=sharpness)
     load = publisher(monkeypatch)
-    own = ("architectures", "auto_map", "model_type", "torch_dtype")
-    fields = {name: value for name, value in toy.config.items() if name not in own}
-    config = load("configuration_sdar").SDARConfig(**fields | {"fuse_cross_entropy": False})
-    body = load("modeling_sdar").SDARForCausalLM(config).float().eval()
-    body.load_state_dict(toy.tensors())
-    body.lm_head.register_forward_hook(lambda module, inputs, output: without_mask(output))
+    config = load("configuration_sdar").SDARConfig(**fields_of(toy) | {"fuse_cross_entropy": False})
+    body = with_weights(load("modeling_sdar").SDARForCausalLM(config), toy)
+    forbid_mask(body.lm_head)
     drawn = loop.sample_with_temperature_topk_topp
 
     def likeliest(logits: Tensor, **_: Any) -> Any:
@@ -129,21 +133,11 @@ def test_sdar(
                 threshold=threshold,
                 stopping_criteria_idx=[-7],
             )
-            is_static = threshold == 1.0
-            add(
-                tokens,
-                {"diffusion_strategy": "static"}
-                if is_static
-                else {"diffusion_reveal_threshold": threshold},
-                [],
-            )
-        for strategy, its_name in (
-            ("dynamic", "low_confidence_dynamic"),
-            ("static", "low_confidence_static"),
-            ("sequential", "sequential"),
-        ):
+            dynamic = {"diffusion_reveal_threshold": threshold}
+            add(tokens, {"diffusion_strategy": "static"} if threshold == 1.0 else dynamic, [])
+        for strategy in ("dynamic", "static", "sequential"):
             asked = {"diffusion_strategy": strategy, "diffusion_reveal_threshold": 0.3}
-            named = common | {"remasking_strategy": its_name}
+            named = common | {"remasking_strategy": STRATEGIES[strategy]}
             # Of the only token that top-k leaves the probability is 1, and any are the most
             # confident.
             if strategy != "static":

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.noise import Purpose, uniform_tokens
-from tests.publishers import checkout, modules_of
-from tests.publishers.engine import answers
+from tests.publishers import answers, checkout, modules_of
 from tests.support.families import makers, uno
 from tests.support.families.makers import SelfDrafting
 from tests.support.families.model import VOCAB_SIZE, prompt_of

@@ -1,6 +1,6 @@
 """LLaDA, Dream, CoDA and RND1: the tokens of their publishers' classes and loops."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,37 +10,67 @@ import pytest
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tests.publishers import checkout, default_rope, modules_of, without_mask
-from tests.publishers.engine import answers
-from tests.publishers.llada import model_and_loop
+from tests.publishers import (
+    answers,
+    checkout,
+    default_rope,
+    fields_of,
+    modules_of,
+    with_weights,
+    without_mask,
+)
 from tests.support.families import makers as tiny
-from tests.support.families.model import MASK_ID, VOCAB_SIZE, prompt_of
+from tests.support.families.model import MASK_ID, VOCAB_SIZE, TinyModel, prompt_of
 from tests.support.families.run import block_draws, keyed_sample
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
-def test_llada(tmp_path: Path) -> None:
-    """Tokens of LLaDA are those of the publisher's ``generate.py`` and modeling file for several
-    blocks, numbers of steps and lengths.
+def llada(toy: TinyModel) -> Any:
+    """Build the publisher's class of LLaDA with a toy's weights."""
+    load = modules_of(checkout("dllm") / "dllm/pipelines/llada/models", "publisher_llada")
+    modelling = load("modeling_llada")
+    config = load("configuration_llada").LLaDAConfig(**fields_of(toy))
+    layers = modelling.create_model_config_from_pretrained_config(config)
+    layers.init_device = "cpu"
+    body = modelling.LLaDAModelLM(config, modelling.LLaDAModel(layers, init_params=False))
+    # Which transformers 5 keeps of no class by itself.
+    body.config.use_cache = False
+    return with_weights(body, toy)
+
+
+def llada_moe(toy: TinyModel) -> Any:
+    """The same of LLaDA-MoE."""
+    load = modules_of(checkout("dllm") / "dllm/pipelines/llada/models", "publisher_llada_moe")
+    config = load("configuration_lladamoe").LLaDAMoEConfig(**fields_of(toy))
+    config._attn_implementation = "eager"
+    return with_weights(load("modeling_lladamoe").LLaDAMoEModelLM(config), toy)
+
+
+def assert_lladas(
+    body: Any,
+    folder: Path,
+    asked: Iterable[tuple[list[int], int, int, int, dict[str, bool]]],
+    **also: str,
+) -> list[list[int]]:
+    """Compare answers with those of LLaDA's ``generate.py``, which draws no mask; return them.
+
+    Args:
+        body: The publisher's model.
+        folder: The toy's checkpoint.
+        asked: Prompt, tokens, block's length, its steps, and what the loop has besides.
+        also: Further arguments of each request.
     """
-    toy = tiny.llada()
-    model, generate = model_and_loop(toy)
+    generate = modules_of(checkout("LLaDA"), "publisher_llada_loop")("generate").generate
+
+    def model(ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Any:
+        return SimpleNamespace(logits=without_mask(body(ids).logits))
+
+    model.device = torch.device("cpu")  # type: ignore[attr-defined]
     requests, expected = [], []
-    for length, num_tokens, block, steps in (
-        (1, 32, 8, 8),
-        (7, 64, 16, 16),
-        (33, 64, 64, 64),
-        (33, 64, 32, 5),
-        (90, 96, 32, 32),
-        (120, 128, 128, 40),
-    ):
-        prompt = prompt_of(length, seed=length)
-        arguments = {
-            "diffusion_block_length": block,
-            "diffusion_max_steps": steps,
-            "diffusion_strategy": "static",
-        }
+    for prompt, num_tokens, block, steps, flags in asked:
+        arguments = {"diffusion_block_length": block, "diffusion_max_steps": steps, **also}
+        arguments |= {f"diffusion_{name}": int(value) for name, value in flags.items()}
         requests.append((prompt, num_tokens, arguments))
         ids = generate(
             model,
@@ -49,10 +79,31 @@ def test_llada(tmp_path: Path) -> None:
             gen_length=num_tokens,
             block_length=block,
             mask_id=MASK_ID,
+            **flags,
         )
-        expected.append(ids[0, length:].tolist())
-    assert answers(toy.save(tmp_path), requests) == expected
-    assert len({token for tokens in expected for token in tokens}) > VOCAB_SIZE // 8
+        expected.append(ids[0, len(prompt) :].tolist())
+    assert answers(folder, requests) == expected
+    return expected
+
+
+def test_llada(tmp_path: Path) -> None:
+    """Tokens of LLaDA are those of the publisher's ``generate.py`` and modeling file for several
+    blocks, numbers of steps and lengths.
+    """
+    toy = tiny.llada()
+    asked = [
+        (prompt_of(length, seed=length), num_tokens, block, steps, {})
+        for length, num_tokens, block, steps in (
+            (1, 32, 8, 8),
+            (7, 64, 16, 16),
+            (33, 64, 64, 64),
+            (33, 64, 32, 5),
+            (90, 96, 32, 32),
+            (120, 128, 128, 40),
+        )
+    ]
+    found = assert_lladas(llada(toy), toy.save(tmp_path), asked, diffusion_strategy="static")
+    assert len({token for tokens in found for token in tokens}) > VOCAB_SIZE // 8
 
 
 def test_llada_moe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,34 +112,11 @@ def test_llada_moe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """
     toy = tiny.llada_moe()
     monkeypatch.setitem(ROPE_INIT_FUNCTIONS, "default", default_rope)
-    load = modules_of(checkout("dllm") / "dllm/pipelines/llada/models", "publisher_llada_moe")
-    generate = modules_of(checkout("LLaDA"), "publisher_llada_loop")("generate").generate
-    own = ("architectures", "auto_map", "model_type", "torch_dtype")
-    fields = {name: value for name, value in toy.config.items() if name not in own}
-    config = load("configuration_lladamoe").LLaDAMoEConfig(**fields)
-    config._attn_implementation = "eager"
-    body = load("modeling_lladamoe").LLaDAMoEModelLM(config).float().eval()
-    body.load_state_dict(toy.tensors())
-
-    def model(ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Any:
-        return SimpleNamespace(logits=without_mask(body(ids).logits))
-
-    model.device = torch.device("cpu")  # type: ignore[attr-defined]
-    requests, expected = [], []
-    for length, num_tokens, block, steps in ((1, 32, 8, 8), (33, 64, 32, 5), (90, 96, 32, 32)):
-        prompt = prompt_of(length, seed=length)
-        arguments = {"diffusion_block_length": block, "diffusion_max_steps": steps}
-        requests.append((prompt, num_tokens, arguments))
-        ids = generate(
-            model,
-            torch.tensor([prompt]),
-            steps=steps * (num_tokens // block),
-            gen_length=num_tokens,
-            block_length=block,
-            mask_id=MASK_ID,
-        )
-        expected.append(ids[0, length:].tolist())
-    assert answers(toy.save(tmp_path), requests) == expected
+    asked = [
+        (prompt_of(length, seed=length), num_tokens, block, steps, {})
+        for length, num_tokens, block, steps in ((1, 32, 8, 8), (33, 64, 32, 5), (90, 96, 32, 32))
+    ]
+    assert_lladas(llada_moe(toy), toy.save(tmp_path), asked)
 
 
 def test_held_back_ends(tmp_path: Path) -> None:
@@ -100,30 +128,13 @@ def test_held_back_ends(tmp_path: Path) -> None:
     with torch.no_grad():
         # So that both are often the likeliest.
         toy.body.lm_head.weight[[end, turn_end]] *= 3
-    model, generate = model_and_loop(toy)
-    requests, expected = [], []
+    asked = []
     for i in range(8):
         flags = {"logits_eos_inf": bool(i & 1), "confidence_eos_eot_inf": bool(i & 2)}
-        prompt = prompt_of(20 + i, seed=i)
-        arguments = {
-            "diffusion_block_length": 32,
-            "diffusion_max_steps": 32 if i < 4 else 8,
-            **{f"diffusion_{name}": int(value) for name, value in flags.items()},
-        }
-        requests.append((prompt, 64, arguments))
-        ids = generate(
-            model,
-            torch.tensor([prompt]),
-            steps=2 * arguments["diffusion_max_steps"],
-            gen_length=64,
-            block_length=32,
-            mask_id=MASK_ID,
-            **flags,
-        )
-        expected.append(ids[0, len(prompt) :].tolist())
-    assert any(end in tokens for tokens in expected)
-    assert any(turn_end in tokens for tokens in expected)
-    assert answers(toy.save(tmp_path), requests) == expected
+        asked.append((prompt_of(20 + i, seed=i), 64, 32, 32 if i < 4 else 8, flags))
+    found = assert_lladas(llada(toy), toy.save(tmp_path), asked)
+    assert any(end in tokens for tokens in found)
+    assert any(turn_end in tokens for tokens in found)
 
 
 def diffused(
@@ -170,11 +181,8 @@ def test_dream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load = modules_of(checkout("dllm") / "dllm/pipelines/dream/models", "publisher_dream")
     toy = tiny.dream()
     monkeypatch.setitem(ROPE_INIT_FUNCTIONS, "default", default_rope)
-    own = ("architectures", "auto_map", "model_type", "torch_dtype")
-    fields = {name: value for name, value in toy.config.items() if name not in own}
-    config = load("configuration_dream").DreamConfig(**fields)
-    body = load("modeling_dream").DreamModel(config).float().eval()
-    body.load_state_dict(toy.tensors())
+    config = load("configuration_dream").DreamConfig(**fields_of(toy))
+    body = with_weights(load("modeling_dream").DreamModel(config), toy)
     asking = load("generation_utils").DreamGenerationConfig
     requests, expected = diffused(body, asking, (120, 100, 512, "maskgit_plus"))
     assert answers(toy.save(tmp_path), requests) == expected
@@ -187,15 +195,12 @@ def test_coda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """
     load = modules_of(checkout("CoDA") / "CoDALanguageModel", "publisher_coda")
     toy = tiny.coda()
-    own = ("architectures", "auto_map", "model_type", "torch_dtype")
-    fields = {name: value for name, value in toy.config.items() if name not in own}
-    config = load("model_config").CoDAConfig(**fields)
+    config = load("model_config").CoDAConfig(**fields_of(toy))
     # transformers 5 asks whether the class has SDPA, which calls it by itself, and makes fields of
     # an embedding that is not scaled.
-    config._attn_implementation, config.rope_theta = "eager", fields["rope_theta"]
+    config._attn_implementation, config.rope_theta = "eager", toy.config["rope_theta"]
     config.rope_scaling = None
-    body = load("modeling_coda").CoDALanguageModel(config).float().eval()
-    body.load_state_dict(toy.tensors())
+    body = with_weights(load("modeling_coda").CoDALanguageModel(config), toy)
     assert not torch.equal(body.lm_head.weight, body.model.embed_tokens.weight)
     asking = load("generation_utils").DLMGenerationConfig
     # It has no body, and an argument more in transformers 5.
@@ -245,8 +250,7 @@ def test_rnd1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             setattr(config, name, value)
     config._attn_implementation = "sdpa"
     config.rope_parameters = {"rope_type": "default", "rope_theta": toy.config["rope_theta"]}
-    body = load("modeling_rnd").RND1LM(config).float().eval()
-    body.load_state_dict(toy.tensors())
+    body = with_weights(load("modeling_rnd").RND1LM(config), toy)
 
     def forbid(_: Any, inputs: Any, output: Any) -> Any:
         # An entropy with minus infinity would be NaN there.
