@@ -1,6 +1,6 @@
 """Hugging Face's ``generate`` with our random draws, step by step."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,6 +125,25 @@ class Oracle:
         self.end_tokens = set(self.model.generation_config.eos_token_id)
         self._runs: dict[Any, OracleRun] = {}
 
+    @contextmanager
+    def _recording(
+        self, draws: Draws, before: Callable[[dict[str, Any]], None] = lambda inputs: None
+    ) -> Iterator[list[Tensor]]:
+        """Let these draws decide, and record the logits of each step, whose inputs ``before`` may
+        change.
+        """
+        logits: list[Tensor] = []
+        original = self.model.forward
+
+        def forward(*args: Any, **inputs: Any) -> Any:
+            before(inputs)
+            output = original(*args, **inputs)
+            logits.append(output.logits[0].detach().float())
+            return output
+
+        with draws.installed(), mock.patch.object(self.model, "forward", forward):
+            yield logits
+
     def generate(
         self,
         prompt: list[int],
@@ -146,20 +165,16 @@ class Oracle:
     ) -> OracleRun:
         run = OracleRun(tokens=[])
         noise = OurNoise(seed)
-        original = self.model.forward
 
-        def recording_forward(*args: Any, **forward_kwargs: Any) -> Any:
-            output = original(*args, **forward_kwargs)
-            run.logits.append(output.logits[0].detach().float())
-            run.canvases.append(forward_kwargs["decoder_input_ids"][0].clone())
+        def count(inputs: dict[str, Any]) -> None:
+            run.canvases.append(inputs["decoder_input_ids"][0].clone())
             if noise.step < 0:
                 run.steps_per_canvas.append(0)
             run.steps_per_canvas[-1] += 1
-            return output
 
         if ignore_eos:
             kwargs["eos_token_id"] = None
-        with noise.installed(), mock.patch.object(self.model, "forward", recording_forward):
+        with self._recording(noise, count) as run.logits:
             output = self.model.generate(
                 torch.tensor([prompt]), max_new_tokens=max_tokens, **kwargs
             )
@@ -188,21 +203,15 @@ class Oracle:
         """
         config = self.model.generation_config
         num_steps = config.max_denoising_steps
-        forced = ForcedCanvases(canvases)
-        ours: list[Tensor] = []
-        original = self.model.forward
 
-        def forced_forward(*args: Any, **forward_kwargs: Any) -> Any:
+        def condition(inputs: dict[str, Any]) -> None:
             step = len(ours)
-            if forward_kwargs.get("self_conditioning_logits") is not None:
+            if inputs.get("self_conditioning_logits") is not None:
                 remaining = num_steps - (step - 1) % num_steps
                 temperature = config.t_min + (config.t_max - config.t_min) * remaining / num_steps
-                forward_kwargs["self_conditioning_logits"] = (logits[step - 1] / temperature)[None]
-            output = original(*args, **forward_kwargs)
-            ours.append(output.logits[0].detach().float())
-            return output
+                inputs["self_conditioning_logits"] = (logits[step - 1] / temperature)[None]
 
-        with forced.installed(), mock.patch.object(self.model, "forward", forced_forward):
+        with self._recording(ForcedCanvases(canvases), condition) as ours:
             self.model.generate(
                 torch.tensor([prompt]),
                 max_new_tokens=len(canvases) // num_steps * canvases[0].shape[0],
@@ -214,16 +223,7 @@ class Oracle:
 
     def first_step(self, prompt: list[int], canvas: list[int]) -> Tensor:
         """Return logits [canvas_length, vocab_size] of one step on ``canvas`` after ``prompt``."""
-        logits: list[Tensor] = []
-        original = self.model.forward
-
-        def recording_forward(*args: Any, **kwargs: Any) -> Any:
-            output = original(*args, **kwargs)
-            logits.append(output.logits[0].detach().float())
-            return output
-
-        forced = ForcedCanvases([torch.tensor(canvas)])
-        with forced.installed(), mock.patch.object(self.model, "forward", recording_forward):
+        with self._recording(ForcedCanvases([torch.tensor(canvas)])) as logits:
             self.model.generate(
                 torch.tensor([prompt]), max_new_tokens=len(canvas), max_denoising_steps=1
             )
