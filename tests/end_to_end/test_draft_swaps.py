@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.engines.commands import run
 from tests.support.engines.server import Server
 from tests.support.engines.tiny_pair import (
     SWAPS,
@@ -73,21 +74,12 @@ def swapping(
     return serving(folder, dflash(draft), drafting, (*SWAPS, *options), **variables)
 
 
-def command(server: Server, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "vllm_diffusion.cli.main", "swap-draft", "--url", server.url]
-        + ["--api-key", KEY, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-
 def swap_under_load(
-    server: Server, expected: dict[str, list[int]], *arguments: str
+    server: Server, expected: dict[str, list[int]], draft: Path
 ) -> subprocess.CompletedProcess[str]:
     """Swap the draft while four clients send requests without pause."""
+    command = [sys.executable, "-m", "vllm_diffusion.cli.main", "swap-draft", "--url", server.url]
+    command += ["--api-key", KEY, draft]
     is_done = threading.Event()
 
     def keep_asking(first: int) -> None:
@@ -99,7 +91,7 @@ def swap_under_load(
     with ThreadPoolExecutor(4) as pool:
         clients = [pool.submit(keep_asking, first) for first in range(4)]
         try:
-            done = command(server, *arguments)
+            done = run(*command, timeout=300)
         finally:
             is_done.set()
         for client in clients:
@@ -128,14 +120,12 @@ def test_swaps(
             assert counted(server, expected) == trained
         # More than five tokens a verification.
         assert sum(trained[1:]) > 4 * trained[0]
-        done = swap_under_load(server, expected, str(random_draft))
-        assert done.returncode == 0, done.stderr
+        done = swap_under_load(server, expected, random_draft)
         assert str(random_draft) in done.stdout.splitlines()[0]
         worse = counted(server, expected)
         assert sum(worse[1:]) < trained[0] < worse[0]
         # By its path the old one comes back.
-        done = swap_under_load(server, expected, str(shipped_draft()))
-        assert done.returncode == 0, done.stderr
+        done = swap_under_load(server, expected, shipped_draft())
         assert counted(server, expected) == trained
 
         assert "Traceback" not in done.stderr + server.log.read_text(errors="replace")

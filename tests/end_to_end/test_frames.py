@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.engines.commands import run
 from tests.support.engines.server import MODEL, Server
 
 pytestmark = pytest.mark.engine
@@ -149,9 +149,7 @@ def test_dashboard_and_rules(server: Server) -> None:
 def test_promtool() -> None:
     """Prometheus's own check accepts the rules and its configuration."""
     for kind, name in (("rules", "rules.yml"), ("config", "prometheus.yml")):
-        command = ["promtool", "check", kind, name]
-        ended = subprocess.run(command, cwd=OBSERVABILITY, capture_output=True, text=True)
-        assert ended.returncode == 0, ended.stderr
+        run("promtool", "check", kind, name, cwd=OBSERVABILITY)
 
 
 def slow_reader(server: Server, ended: threading.Event) -> None:

@@ -1,7 +1,6 @@
 """Tests of stored responses and of Anthropic's messages, besides OpenAI's completions."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ import httpx
 import openai
 import pytest
 
+from tests.support.engines.commands import run
 from tests.support.engines.server import MODEL, Server
 from tests.support.models.checkpoints import SHIPPED
 
@@ -111,9 +111,9 @@ def test_batch_file(tmp_path: Path, server: Server) -> None:
             line = {"custom_id": name, "method": "POST", "url": "/v1/chat/completions"}
             print(json.dumps(line | {"body": {**body, "model": MODEL}}), file=file)
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "run-batch"]
-    command += ["-i", str(asked), "-o", str(answered), "--model", str(SHIPPED)]
+    command += ["-i", asked, "-o", answered, "--model", SHIPPED]
     command += ["--served-model-name", MODEL, "--max-model-len", "512", "--max-num-seqs", "8"]
-    subprocess.run(command, check=True, capture_output=True)
+    run(*command)
     lines = [json.loads(line) for line in answered.read_text().splitlines()]
     found = {line["custom_id"]: line for line in lines}
     refused = {name: line["error"] for name, line in found.items() if line["error"]}

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from docs.tables import PAGES
+from tests.support.engines.commands import run
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -142,11 +143,7 @@ def _is_ready(url: str) -> bool:
 )
 def test_own_command(command: str) -> None:
     """Each command that needs neither a server nor another model prints something."""
-    ended = subprocess.run(
-        ["bash", "-c", command], cwd=ROOT, env=users_environment(), capture_output=True, text=True
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout
+    assert run("bash", "-c", command, cwd=ROOT, env=users_environment()).stdout
 
 
 @pytest.mark.usefixtures("port_of_pages")
@@ -165,15 +162,8 @@ def test_commands_of_pages() -> None:
         "vllm bench serve" + bench.split("vllm bench serve")[2],
     ]
     serve = block("docs/use/serving.md", 'vllm serve "$(vllm-diffusion checkpoint)"')
-    ended = subprocess.run(
-        ["bash", "-c", SCRIPT.format(serve=serve, commands="\n".join(commands))],
-        cwd=ROOT,
-        env=users_environment(),
-        capture_output=True,
-        text=True,
-        timeout=840,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    script = SCRIPT.format(serve=serve, commands="\n".join(commands))
+    ended = run("bash", "-c", script, cwd=ROOT, env=users_environment(), timeout=840)
     for said in (
         "answer:    15\n",
         "streamed:  15\n",

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.engines.commands import run
 from tests.support.engines.server import MODEL, Server
 
 pytestmark = pytest.mark.engine
@@ -55,15 +55,9 @@ def test_counters(server: Server) -> None:
 
 def test_live_canvas_example(server: Server) -> None:
     """The example answers its own question rightly with canvases that change from step to step."""
-    done = subprocess.run(
-        [sys.executable, "examples/live_canvas.py"],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-        env={**os.environ, "OPENAI_API_KEY": "none", "OPENAI_BASE_URL": f"{server.url}/v1"},
-    )
+    example = Path(__file__).parents[2] / "examples/live_canvas.py"
+    of_server = {"OPENAI_API_KEY": "none", "OPENAI_BASE_URL": f"{server.url}/v1"}
+    done = run(sys.executable, example, timeout=120, env=os.environ | of_server)
     frames = re.findall(r"^canvas (\d+), step +\d+: (.*)$", done.stdout, re.MULTILINE)
     assert len(set(frames)) >= len({block for block, _ in frames}) + 2
     answer = "lamp: LAMP, river: RIVER, stone: STONE, cloud: CLOUD"

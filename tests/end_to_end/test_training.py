@@ -1,7 +1,6 @@
 """Tests of a trainer with a live server: new weights, pauses, sleep, and access to them."""
 
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.support.engines.commands import run
 from tests.support.engines.server import Server, start_server
 from tests.support.models.checkpoints import SHIPPED, copy_checkpoint
 
@@ -224,13 +224,7 @@ class TestLive:
 def test_reinforcement(tmp_path: Path) -> None:
     """The example raises its reward by updating its server's weights."""
     example = Path(__file__).resolve().parents[2] / "examples" / "rl" / "grpo.py"
-    done = subprocess.run(
-        [sys.executable, str(example), "--out", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run(sys.executable, example, "--out", tmp_path)
     rewards = [float(value) for value in re.findall(r"reward ([\d.]+)", done.stdout)]
     assert len(rewards) == 12 == len(list(tmp_path.iterdir()))
     # Without new weights in the server it would stay where it begins.
