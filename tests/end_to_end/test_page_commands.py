@@ -15,6 +15,7 @@ import pytest
 
 from docs.tables import PAGES
 from tests.support.engines.commands import run
+from tests.support.engines.server import is_ready
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -105,7 +106,7 @@ def test_server(commands: str) -> None:
         for port in re.findall(r"--port (\d+)", commands) or ["8000"]:
             url = f"http://127.0.0.1:{port}"
             deadline = time.monotonic() + 300
-            while not _is_ready(url):
+            while not is_ready(url):
                 assert [server.poll() for server in running] == [None] * len(running)
                 assert time.monotonic() < deadline
                 time.sleep(0.5)
@@ -121,13 +122,6 @@ def test_server(commands: str) -> None:
             server.send_signal(signal.SIGTERM)
         ended = [server.wait(60) for server in running]
     assert ended == [0] * len(running)
-
-
-def _is_ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health").is_success
-    except httpx.TransportError:
-        return False
 
 
 @pytest.mark.parametrize(

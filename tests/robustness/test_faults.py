@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from tests.support.doubles import thread_faults
-from tests.support.engines.server import MODEL, Server, start_server
+from tests.support.engines.server import MODEL, Server, start_server, still_running, wait_for
 from tests.support.models.checkpoints import SHIPPED
 
 pytestmark = pytest.mark.engine
@@ -100,10 +100,7 @@ def leaves_nothing(server: Server) -> Iterator[None]:
     yield
     # Ours to reap; the others have a parent, or get another.
     server.process.wait(WAIT_SECONDS)
-    deadline = time.monotonic() + WAIT_SECONDS
-    while left := [p for p in processes if p.is_running() and p.status() != "zombie"]:
-        assert time.monotonic() < deadline, f"still there: {left}"
-        time.sleep(0.2)
+    wait_for(lambda: still_running(processes), [], WAIT_SECONDS)
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/health")
     assert not [path for path in shared if path.exists()]
