@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 
+from tests.pairs.answers import events
 from tests.support.engines.commands import run
 from tests.support.engines.server import MODEL, Server
 from tests.support.models.checkpoints import SHIPPED
@@ -153,8 +154,7 @@ def test_counts_of_predictions(path: str, asked: Any, counted: str, server: Serv
     streamed = body | {"stream": True}
     if path != "/v1/responses":
         streamed["stream_options"] = {"include_usage": True}
-    lines = server.post(path, streamed).text.splitlines()
-    last = [json.loads(line[6:]) for line in lines if line.startswith("data: {")][-1]
+    last = events(server.post(path, streamed).text)[-1]
     assert last.get("response", last)["usage"][counted] == details
     counts = [details[f"{name}_prediction_tokens"] for name in ("accepted", "rejected")]
     assert min(counts) >= 0
