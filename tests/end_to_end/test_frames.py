@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +23,8 @@ from tests.support.engines.server import MODEL, Server
 
 pytestmark = pytest.mark.engine
 
-OBSERVABILITY = Path(__file__).resolve().parents[2] / "examples" / "observability"
+ROOT = Path(__file__).resolve().parents[2]
+OBSERVABILITY = ROOT / "examples" / "observability"
 
 MESSAGES = [{"role": "user", "content": "Put these words in capitals: lamp, tree, stone, river."}]
 
@@ -85,6 +87,17 @@ def test_clients_see_the_same(kind: str, server: Server) -> None:
         last = {f["block"]: f["text"] for f in frames if f["is_last"]}
         assert "".join(last[block] for block in sorted(last)) == text
         assert all("token_ids" not in f and "entropy" not in f for f in frames)
+
+
+def test_live_canvas_example(server: Server) -> None:
+    """The example answers its own question rightly with canvases that change from step to step."""
+    example = ROOT / "examples" / "live_canvas.py"
+    of_server = {"OPENAI_API_KEY": "none", "OPENAI_BASE_URL": f"{server.url}/v1"}
+    done = run(sys.executable, example, timeout=120, env=os.environ | of_server)
+    frames = re.findall(r"^canvas (\d+), step +\d+: (.*)$", done.stdout, re.MULTILINE)
+    assert len(set(frames)) >= len({block for block, _ in frames}) + 2
+    answer = "lamp: LAMP, river: RIVER, stone: STONE, cloud: CLOUD"
+    assert done.stdout.endswith(f"answer: {answer}\n")
 
 
 class _AskingForFrames(http.server.BaseHTTPRequestHandler):
