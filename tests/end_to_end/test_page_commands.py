@@ -36,7 +36,7 @@ ELSEWHERE = {
     "chat": "test_commands_of_pages, and tests/unit/test_chat.py",
     "serve-page": "tests/integration/test_page_server.py, and tests/unit/test_cli_serve_page.py",
     "bench-drafts": "tests/end_to_end/test_bench_drafts.py",
-    "calibrate": "tests/end_to_end/test_calibration.py and test_online_calibration.py",
+    "calibrate": "tests/end_to_end/test_calibration.py and test_draft_swaps.py",
     "swap-draft": "tests/end_to_end/test_draft_swaps.py",
     "doctor": "tests/null_gpu",
     "ray": "tests/end_to_end/test_nodes.py",
