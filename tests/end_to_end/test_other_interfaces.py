@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -18,6 +17,7 @@ from tests.support.models.checkpoints import SHIPPED
 pytestmark = pytest.mark.engine
 
 QUESTIONS = ("What is 7+8?", "What is 2+3?")
+CHAT = {"messages": [{"role": "user", "content": QUESTIONS[0]}]}
 
 
 @pytest.fixture(autouse=True)
@@ -49,14 +49,8 @@ def test_stored_conversation(server: Server) -> None:
 
 
 def _message(server: Server, **fields: Any) -> dict[str, Any]:
-    body = {
-        "model": MODEL,
-        "messages": [{"role": "user", "content": QUESTIONS[0]}],
-        "max_tokens": 1100,
-        "temperature": 0.0,
-        **fields,
-    }
-    response = httpx.post(f"{server.url}/v1/messages", json=body, timeout=120)
+    body = {**CHAT, "max_tokens": 1100, "temperature": 0.0, **fields}
+    response = server.post("/v1/messages", body)
     assert response.status_code == 200, response.text
     return response.json()
 
@@ -85,13 +79,10 @@ def test_anthropic_thinking(thinking: dict[str, Any], server: Server) -> None:
 
 def test_anthropic_tokens_of_a_thinking_prompt(server: Server) -> None:
     """The tokens of a thinking prompt are counted as those of a chat that thinks."""
-    messages = [{"role": "user", "content": QUESTIONS[0]}]
-    thinking = {"type": "enabled", "budget_tokens": 1024}
-    body = {"messages": messages, "thinking": thinking}
-    counted = server.post("/v1/messages/count_tokens", body).json()["input_tokens"]
-    chat = {"messages": messages, "max_tokens": 1}
-    chat["chat_template_kwargs"] = {"enable_thinking": True}
-    answer = server.post("/v1/chat/completions", chat).json()
+    thinking = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+    counted = server.post("/v1/messages/count_tokens", CHAT | thinking).json()["input_tokens"]
+    chat = {"max_tokens": 1, "chat_template_kwargs": {"enable_thinking": True}}
+    answer = server.post("/v1/chat/completions", CHAT | chat).json()
     assert counted == answer["usage"]["prompt_tokens"]
 
 
@@ -99,7 +90,7 @@ def test_anthropic_tokens_of_a_thinking_prompt(server: Server) -> None:
 @pytest.mark.timeout(600)
 def test_batch_file(tmp_path: Path, server: Server) -> None:
     """``vllm run-batch`` gives a server's answers, and a refused line does not harm others."""
-    plain = {"messages": [{"role": "user", "content": QUESTIONS[0]}], "max_tokens": 40, "seed": 3}
+    plain = {**CHAT, "max_tokens": 40, "seed": 3}
     bodies = {
         "plain": plain,
         "frames": {**plain, "diffusing": True},
@@ -125,9 +116,6 @@ def test_batch_file(tmp_path: Path, server: Server) -> None:
         alone = server.post("/v1/chat/completions", bodies[name]).json()
         (choice,) = found[name]["response"]["body"]["choices"]
         assert choice["message"]["content"] == alone["choices"][0]["message"]["content"]
-
-
-CHAT = {"messages": [{"role": "user", "content": QUESTIONS[0]}]}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -183,17 +182,12 @@ class TestLive:
 
     def test_sleep(self, live: Server, fresh: dict[str, Any], other: Path) -> None:
         """A sleeping server uses less memory, and wakes with its old weights or given ones."""
-
-        def held() -> int:
-            processes = psutil.Process(live.process.pid).children(recursive=True)
-            return sum(process.memory_info().rss for process in processes)
-
         # Fill some of the cache.
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda seed: tokens(live, f"{seed} " * 99, seed, LONG), range(8)))
-        before = held()
+        before = live.resident_bytes()
         command(live, "/sleep?level=1")
-        assert before - held() > 2 * 2**20
+        assert before - live.resident_bytes() > 2 * 2**20
         assert httpx.get(f"{live.url}/is_sleeping").json() == {"is_sleeping": True}
         assert command(live, "/wake_up").json()["status"] == "awake"
         assert answers(live) == fresh["shipped"]
