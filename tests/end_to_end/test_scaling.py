@@ -194,17 +194,12 @@ def test_tokens_of_experts(name: str, layout: str, tmp_path: Path) -> None:
 def test_one_port_for_each_engine(expected: list[Tokens], tmp_path: Path) -> None:
     """vLLM's supervisor starts a server for each engine, and ends all of them with one."""
     supervisor = free_port()
-    with start_server(
-        SHIPPED,
-        tmp_path / "server.log",
-        *(
-            "--data-parallel-multi-port-external-lb",
-            "--data-parallel-supervisor-port",
-            str(supervisor),
-        ),
-        *("--data-parallel-size", "2", "--data-parallel-size-local", "2"),
-        *("--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port())),
-    ) as first:
+    options = (
+        f"--data-parallel-multi-port-external-lb --data-parallel-supervisor-port {supervisor} "
+        "--data-parallel-size 2 --data-parallel-size-local 2 "
+        f"--data-parallel-address 127.0.0.1 --data-parallel-rpc-port {free_port()}"
+    )
+    with start_server(SHIPPED, tmp_path / "server.log", *options.split()) as first:
         address, _, port = first.url.rpartition(":")
         servers = [first, replace(first, url=f"{address}:{int(port) + 1}")]
         wait_for(lambda: is_ready(f"{address}:{supervisor}"), True)
@@ -225,30 +220,27 @@ def test_one_port_for_each_engine(expected: list[Tokens], tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("mode", ["external", "hybrid"])
-def test_several_servers(mode: str, expected: list[Tokens], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        ("--data-parallel-size 2 --data-parallel-external-lb --data-parallel-rank", "01"),
+        (
+            "--data-parallel-size 4 --data-parallel-size-local 2 --data-parallel-hybrid-lb "
+            "--data-parallel-start-rank",
+            "02",
+        ),
+    ],
+    ids=["external", "hybrid"],
+)
+def test_several_servers(layout: str, ranks: str, expected: list[Tokens], tmp_path: Path) -> None:
     """Servers on ports of their own, whose engines keep in step, give the same tokens."""
     shared = ["--data-parallel-rpc-port", str(free_port()), "--data-parallel-address", "127.0.0.1"]
-    if mode == "external":
-        layouts = [
-            [
-                *("--data-parallel-size", "2", "--data-parallel-rank", str(rank)),
-                "--data-parallel-external-lb",
-            ]
-            for rank in range(2)
-        ]
-    else:
-        layouts = [
-            [
-                *("--data-parallel-size", "4", "--data-parallel-size-local", "2"),
-                *("--data-parallel-start-rank", str(start), "--data-parallel-hybrid-lb"),
-            ]
-            for start in (0, 2)
-        ]
     with ThreadPoolExecutor(2) as pool, ExitStack() as stack:
         starting = [
-            pool.submit(start_server, SHIPPED, tmp_path / f"{i}.log", *shared, *layout)
-            for i, layout in enumerate(layouts)
+            pool.submit(
+                start_server, SHIPPED, tmp_path / f"{rank}.log", *shared, *layout.split(), rank
+            )
+            for rank in ranks
         ]
         servers = [future.result() for future in starting]
         for running in servers:
