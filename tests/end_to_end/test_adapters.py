@@ -63,12 +63,14 @@ def adapted(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
         yield running
 
 
-def ask(server: Server, model: str, **changes: Any) -> httpx.Response:
-    return server.post("/v1/chat/completions", PROMPT | {"model": model} | changes)
+def ask(server: Server, model: str, engine: str = "", **changes: Any) -> httpx.Response:
+    """Send the prompt with changes, to an engine if there are several."""
+    headers = {"X-data-parallel-rank": engine} if engine else {}
+    return server.post("/v1/chat/completions", PROMPT | {"model": model} | changes, **headers)
 
 
-def tokens(server: Server, model: str, **changes: Any) -> tuple[int, ...]:
-    response = ask(server, model, **changes)
+def tokens(server: Server, model: str, engine: str = "", **changes: Any) -> tuple[int, ...]:
+    response = ask(server, model, engine, **changes)
     assert response.status_code == 200, response.text
     return tuple(response.json()["choices"][0]["token_ids"])
 
@@ -144,23 +146,14 @@ def check_engines(
     replicas: Server, expected: dict[str, list[tuple[int, ...]]], seeds: range
 ) -> None:
     """Check each engine's answers, one next to an idle engine and all at once."""
-
-    def of(engine: str, name: str, seed: int) -> tuple[int, ...]:
-        response = httpx.post(
-            f"{replicas.url}/v1/chat/completions",
-            json=PROMPT | {"model": name, "seed": seed},
-            headers={"X-data-parallel-rank": engine},
-            timeout=300,
-        )
-        assert response.status_code == 200, response.text
-        return tuple(response.json()["choices"][0]["token_ids"])
-
     for engine in "01":
         for name, answers in expected.items():
-            assert of(engine, name, seeds[0]) == answers[0], (engine, name)
+            assert tokens(replicas, name, engine, seed=seeds[0]) == answers[0], (engine, name)
     with ThreadPoolExecutor(16) as pool:
         found = {
-            (engine, name): [pool.submit(of, engine, name, seed) for seed in seeds]
+            (engine, name): [
+                pool.submit(tokens, replicas, name, engine, seed=seed) for seed in seeds
+            ]
             for engine in "01"
             for name in expected
         }

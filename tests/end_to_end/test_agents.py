@@ -5,12 +5,12 @@ Each runs in an environment of its own.
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.engines.commands import run
 from tests.support.engines.server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -22,18 +22,16 @@ UNREACHABLE = ("Failed to fetch", "error sending request", "dns error")
 
 def output_of(name: str, server: Server) -> list[str]:
     """Return the lines that a script prints, run with the packages that it names."""
-    uv = [str(Path(sys.executable).with_name("uv"))]
-    script = str(CLIENTS / f"{name}.py")
+    uv = Path(sys.executable).with_name("uv")
+    with_script = ("--python", sys.executable, "--script", CLIENTS / f"{name}.py")
     left_out = ("PYTHONPATH", "VIRTUAL_ENV")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     environment |= {"OPENAI_BASE_URL": f"{server.url}/v1", "OPENAI_API_KEY": "none"}
-    options = {"capture_output": True, "text": True, "env": environment}
-    made = subprocess.run([*uv, "sync", "--python", sys.executable, "--script", script], **options)
+    made = run(uv, "sync", *with_script, status=None, env=environment)
     if made.returncode and any(words in made.stderr for words in UNREACHABLE):
         pytest.skip("needs a package index")
     assert made.returncode == 0, made.stderr[-4000:]
-    ran = subprocess.run([*uv, "run", "--python", sys.executable, "--script", script], **options)
-    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
+    ran = run(uv, "run", *with_script, env=environment)
     server.wait_until_idle()
     return ran.stdout.split("\n")
 

@@ -2,37 +2,31 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.engines.commands import run
+
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+BENCH_DRAFTS = (Path(sys.executable).with_name("vllm-diffusion"), "bench-drafts")
 
 
 def test_tiny_pair(tmp_path: Path) -> None:
     """With the shipped draft a server gives the same tokens in fewer passes, and the report names
     the reason why a method whose package is missing has no figures.
     """
-    script = Path(sys.executable).with_name("vllm-diffusion")
     data = tmp_path / "two.jsonl"
     data.write_text(
         '{"task": "count", "messages": [{"role": "user", "content": "Count from 3 to 12."}]}\n'
         '{"task": "sums", "messages": [{"role": "user", "content": "What is 7+8?"}]}\n'
     )
-    done = subprocess.run(
-        [
-            *(script, "bench-drafts", "--method", "dflash", "suffix"),
-            *("--data", data, "--rounds", "1", "--concurrency", "1", "--json", tmp_path / "found"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=880,
-        check=False,
-    )
+    options = ("--method", "dflash", "suffix", "--data", data, "--rounds", "1")
+    options += ("--concurrency", "1", "--json", tmp_path / "found")
     # One server does not start.
-    assert done.returncode == 1, done.stderr
+    done = run(*BENCH_DRAFTS, *options, status=1, timeout=880)
     plain, drafted, suffix = json.loads((tmp_path / "found").read_text())["results"]
     assert (plain["failure"], drafted["failure"]) == ("", "")
     assert "Arctic Inference is required" in suffix["failure"]
@@ -52,27 +46,9 @@ def test_ways(tmp_path: Path) -> None:
     """Drafting by ``linear_spec`` changes no token and takes fewer passes than the autoregressive
     way, and the server of each way counts its own passes and verifications.
     """
-    script = Path(sys.executable).with_name("vllm-diffusion")
-    done = subprocess.run(
-        [
-            *(
-                script,
-                "bench-drafts",
-                "--method",
-                "autoregressive",
-                "linear_spec",
-                "diffusion",
-                "mixed",
-            ),
-            *("--num-prompts", "1", "--rounds", "1", "--concurrency", "4"),
-            *("--json", tmp_path / "found"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=1180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    options = ("--method", "autoregressive", "linear_spec", "diffusion", "mixed")
+    options += ("--num-prompts", "1", "--rounds", "1", "--concurrency", "4")
+    done = run(*BENCH_DRAFTS, *options, "--json", tmp_path / "found", timeout=1180)
     assert "All answers are the same, as promised: autoregressive, linear_spec." in done.stdout
     sides = json.loads((tmp_path / "found").read_text())["results"]
     one, several, canvas, _ = ([each["counted"] for each in side["rounds"]] for side in sides)

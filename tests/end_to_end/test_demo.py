@@ -1,14 +1,17 @@
 """The README's first commands, as a person runs them."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.support.engines.commands import run
+
 pytestmark = pytest.mark.engine
+
+DEMO = (Path(sys.executable).with_name("vllm-diffusion"), "demo")
 
 
 def _vllm_processes() -> set[int]:
@@ -27,19 +30,10 @@ def _vllm_processes() -> set[int]:
 )
 def test_demo(arguments: list[str], said: str, tmp_path: Path) -> None:
     """In any folder standard output has the answer alone, and standard error no trace."""
-    script = Path(sys.executable).with_name("vllm-diffusion")
     # Would be imported in vLLM's place if the folder of the user were searched.
     (tmp_path / "vllm.py").write_text("raise SystemExit('wrong vllm')", encoding="utf-8")
     before = _vllm_processes()
-    demo = subprocess.run(
-        [str(script), "demo", *arguments],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=840,
-        check=False,
-    )
-    assert demo.returncode == 0, demo.stderr
+    demo = run(*DEMO, *arguments, cwd=tmp_path, timeout=840)
     assert said in demo.stdout
     assert "denoise steps per canvas" in demo.stderr
     assert "tokens per pass" in demo.stderr
@@ -51,11 +45,7 @@ def test_demo(arguments: list[str], said: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_demo_draft() -> None:
     """The tiny pair gives the same answer with the draft, at over 5 tokens per verification."""
-    script = Path(sys.executable).with_name("vllm-diffusion")
-    demo = subprocess.run(
-        [str(script), "demo", "--draft"], capture_output=True, text=True, timeout=840, check=False
-    )
-    assert demo.returncode == 0, demo.stderr
+    demo = run(*DEMO, "--draft", timeout=840)
     assert demo.stdout.count("3, 4, 5, 6, 7, 8, 9, 10, 11, 12") == 2
     assert "The same answer with the draft and without." in demo.stderr
     (tokens,) = re.findall(r"tokens per verification\s+([\d.]+)", demo.stderr)

@@ -3,7 +3,6 @@
 import base64
 import io
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +12,12 @@ import httpx
 import pytest
 
 from tests.robustness.requests import picture as data_url
+from tests.support.engines.commands import run
 from tests.support.engines.server import MODEL, Server, start_server
-from tests.support.families import run
 from tests.support.families.mineru import generate
 from tests.support.families.mineru_model import IMAGE_ID, mineru, num_tokens
 from tests.support.families.model import MASK_ID
+from tests.support.families.run import suppress
 
 pytestmark = pytest.mark.engine
 
@@ -65,7 +65,7 @@ def test_pages(server: Server) -> None:
     prompt, tokens = answer["prompt_token_ids"], answer["choices"][0]["token_ids"]
     assert prompt.count(IMAGE_ID) == sum(map(num_tokens, pictures))
     found = generate(
-        run.suppress(mineru().seeing(pictures), [MASK_ID]),
+        suppress(mineru().seeing(pictures), [MASK_ID]),
         prompt,
         mask_id=MASK_ID,
         gen_length=MAX_TOKENS,
@@ -79,18 +79,12 @@ def test_example(server: Server, tmp_path: Path) -> None:
     from PIL import Image
 
     Image.new("RGBA", (300, 200), "white").save(tmp_path / "page.png")
-    asked = ["--url", f"{server.url}/v1", "--model", MODEL]
+    command = [sys.executable, Path(__file__).parents[2] / "examples/documents.py"]
+    command += ["--url", f"{server.url}/v1", "--model", MODEL]
+    environment = {**os.environ, "OPENAI_API_KEY": "none"}
     drawn, blank = (
-        subprocess.run(
-            [sys.executable, "examples/documents.py", *asked, *files],
-            cwd=Path(__file__).parents[2],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-            env={**os.environ, "OPENAI_API_KEY": "none"},
-        ).stdout
-        for files in ([], [str(tmp_path / "page.png")])
+        run(*command, *files, timeout=120, env=environment).stdout
+        for files in ([], [tmp_path / "page.png"])
     )
     # Random weights say something else of each picture.
     assert len({drawn.strip(), blank.strip(), ""}) == 3

@@ -2,7 +2,6 @@
 tokens.
 """
 
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.engines.commands import run
 from tests.support.engines.tiny_pair import dflash, greedy_answer, greedy_answers, serving
 from vllm_diffusion.checkpoints import shipped_checkpoint
 
@@ -43,8 +43,7 @@ def expected() -> dict[str, list[int]]:
 @pytest.fixture(scope="module")
 def eagle3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("eagle3") / "draft"
-    command = [sys.executable, str(EXAMPLE), "--out", str(folder), "--steps", "150"]
-    subprocess.run(command, check=True, timeout=800)
+    run(sys.executable, EXAMPLE, "--out", folder, "--steps", "150", timeout=800)
     return folder
 
 

@@ -2,15 +2,20 @@
 
 import contextlib
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
-from tests.support.engines.server import MODEL, PARSERS, Server, start_server
+from tests.support.engines.server import (
+    MODEL,
+    PARSERS,
+    Server,
+    start_server,
+    still_running,
+    wait_for,
+)
 from tests.support.models.checkpoints import SHIPPED
 from vllm_diffusion.requests.readers import GIVEN_UP
 
@@ -33,14 +38,6 @@ def endless(title: str) -> dict[str, Any]:
 def send(server: Server, body: dict[str, Any], seconds: float) -> None:
     with contextlib.suppress(httpx.HTTPError):
         httpx.post(f"{server.url}/v1/completions", json=body, timeout=seconds)
-
-
-def is_alive(process: psutil.Process) -> bool:
-    """Return true if a process runs; one that has ended may wait for who has adopted it."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_two_endless_constraints(tmp_path: Path) -> None:
@@ -71,9 +68,4 @@ def test_two_endless_constraints(tmp_path: Path) -> None:
             client.join(WAIT_SECONDS)
             assert not client.is_alive()
         # A reader that has just been started ends where it would read its first question.
-        deadline = time.monotonic() + LEFT_SECONDS
-        while (
-            left := [each for each in processes if is_alive(each)]
-        ) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert left == []
+        wait_for(lambda: still_running(processes), [], LEFT_SECONDS)

@@ -1,46 +1,25 @@
 """Two ranks, a compiled step and other precision give the same tokens."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch._dynamo.utils
 
 from tests.support.engines.engine import TracedEngine
-from tests.support.engines.generate import run_engine, small_engine
+from tests.support.engines.generate import tokens_of_batch
 from tests.support.models.prompts import random_prompt
 from tests.support.oracles.oracle import Oracle
 
 pytestmark = pytest.mark.engine
 
 CANVAS = 32
-NUM_REQUESTS = 4
-
-
-def generation_job(checkpoint: Any, **engine: Any) -> dict[str, Any]:
-    """Return seeded requests of two canvases in one batch."""
-    return {
-        "engine": small_engine(checkpoint, **engine),
-        "batches": [
-            [
-                {
-                    "prompt": random_prompt(20 + 30 * i, i),
-                    "params": {"max_tokens": 2 * CANVAS, "ignore_eos": True, "seed": i},
-                }
-                for i in range(NUM_REQUESTS)
-            ]
-        ],
-    }
+# Seeded requests of two canvases.
+PROMPTS = [random_prompt(20 + 30 * i, i) for i in range(4)]
+LENGTH = {"max_tokens": 2 * CANVAS, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def expected(oracle):
-    return [
-        oracle.generate(
-            random_prompt(20 + 30 * i, i), seed=i, max_tokens=2 * CANVAS, ignore_eos=True
-        ).tokens
-        for i in range(NUM_REQUESTS)
-    ]
+    return [oracle.generate(each, seed=i, **LENGTH).tokens for i, each in enumerate(PROMPTS)]
 
 
 def test_step_is_compiled_before_a_request(checkpoint, expected):
@@ -51,10 +30,7 @@ def test_step_is_compiled_before_a_request(checkpoint, expected):
     with TracedEngine(checkpoint, enforce_eager=False) as engine:
         at_start = counted["unique_graphs"]
         assert at_start >= 1
-        prompts = [random_prompt(20 + 30 * i, i) for i in range(NUM_REQUESTS)]
-        answers = engine.generate(
-            prompts, seeds=list(range(NUM_REQUESTS)), max_tokens=2 * CANVAS, ignore_eos=True
-        )
+        answers = engine.generate(PROMPTS, seeds=[*range(len(PROMPTS))], **LENGTH)
         assert counted["unique_graphs"] == at_start
     assert [list(answer.token_ids) for answer in answers] == expected
 
@@ -64,8 +40,8 @@ def test_two_ranks(checkpoint, expected):
 
     They communicate over gloo, and take sums in another order.
     """
-    answers = run_engine(generation_job(checkpoint, tensor_parallel_size=2))["batches"]
-    assert [request["tokens"] for request in answers[0]] == expected
+    requests = [{"prompt": each, "params": {"seed": i, **LENGTH}} for i, each in enumerate(PROMPTS)]
+    assert tokens_of_batch(checkpoint, requests, tensor_parallel_size=2) == expected
 
 
 def test_bfloat16(checkpoint, oracle):

@@ -7,7 +7,7 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,11 +18,13 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.engines.commands import run
 from tests.support.engines.server import MODEL, Server
 
 pytestmark = pytest.mark.engine
 
-OBSERVABILITY = Path(__file__).resolve().parents[2] / "examples" / "observability"
+ROOT = Path(__file__).resolve().parents[2]
+OBSERVABILITY = ROOT / "examples" / "observability"
 
 MESSAGES = [{"role": "user", "content": "Put these words in capitals: lamp, tree, stone, river."}]
 
@@ -87,6 +89,17 @@ def test_clients_see_the_same(kind: str, server: Server) -> None:
         assert all("token_ids" not in f and "entropy" not in f for f in frames)
 
 
+def test_live_canvas_example(server: Server) -> None:
+    """The example answers its own question rightly with canvases that change from step to step."""
+    example = ROOT / "examples" / "live_canvas.py"
+    of_server = {"OPENAI_API_KEY": "none", "OPENAI_BASE_URL": f"{server.url}/v1"}
+    done = run(sys.executable, example, timeout=120, env=os.environ | of_server)
+    frames = re.findall(r"^canvas (\d+), step +\d+: (.*)$", done.stdout, re.MULTILINE)
+    assert len(set(frames)) >= len({block for block, _ in frames}) + 2
+    answer = "lamp: LAMP, river: RIVER, stone: STONE, cloud: CLOUD"
+    assert done.stdout.endswith(f"answer: {answer}\n")
+
+
 class _AskingForFrames(http.server.BaseHTTPRequestHandler):
     """Forwards a request with ``diffusing`` in its body, and returns its answer as it comes."""
 
@@ -149,9 +162,7 @@ def test_dashboard_and_rules(server: Server) -> None:
 def test_promtool() -> None:
     """Prometheus's own check accepts the rules and its configuration."""
     for kind, name in (("rules", "rules.yml"), ("config", "prometheus.yml")):
-        command = ["promtool", "check", kind, name]
-        ended = subprocess.run(command, cwd=OBSERVABILITY, capture_output=True, text=True)
-        assert ended.returncode == 0, ended.stderr
+        run("promtool", "check", kind, name, cwd=OBSERVABILITY)
 
 
 def slow_reader(server: Server, ended: threading.Event) -> None:

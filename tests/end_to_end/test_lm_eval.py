@@ -2,12 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.engines.commands import run
 from tests.support.engines.server import MODEL, Server
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "checkpoints"))
@@ -91,16 +91,13 @@ def test_lm_eval(server: Server, tasks: Path, tmp_path: Path) -> None:
         _arguments(model, endpoint, task, server, tasks, tmp_path / kind)
         for kind, (model, endpoint, task, _) in EVALUATIONS.items()
     ]
-    result = subprocess.run(
-        [sys.executable, "-c", COMMANDS],
+    environment = {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "OPENAI_API_KEY": "-"}
+    run(
+        *(sys.executable, "-c", COMMANDS),
         input=json.dumps(commands),
-        env=os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "OPENAI_API_KEY": "-"},
-        capture_output=True,
-        text=True,
+        env=os.environ | environment,
         timeout=300 * len(commands),
-        check=False,
     )
-    assert result.returncode == 0, result.stderr[-3000:]
     server.wait_until_idle(30)
     for kind, (_, _, task, metric) in EVALUATIONS.items():
         (report,) = (tmp_path / kind).rglob("results_*.json")

@@ -134,8 +134,8 @@ def test_frames_of_a_thought_and_of_a_call(masked_server: Server) -> None:
         masked_server, ignore_eos=True, vllm_xargs={**SHOWN, **pinned([*tokens, *tokens[1:-1]])}
     )
     stream = OrderedStream(masked_server, "/v1/chat/completions", request)
-    assert stream.reasoning[0] == "ab"
-    assert stream.text[0].startswith("ab")
+    assert stream.choices[0].thought == "ab"
+    assert stream.choices[0].text.startswith("ab")
     request = request_of(
         masked_server,
         tools=[{"type": "function", "function": TOOL}],
@@ -143,5 +143,5 @@ def test_frames_of_a_thought_and_of_a_call(masked_server: Server) -> None:
         vllm_xargs={**SHOWN, **pinned([THINK, 40, 41, END_OF_THOUGHT])},
     )
     stream = OrderedStream(masked_server, "/v1/chat/completions", request)
-    assert stream.reasoning[0]
-    jsonschema.validate(json.loads(stream.arguments[0]), RECORD)
+    assert stream.choices[0].thought
+    jsonschema.validate(json.loads(stream.arguments(0)), RECORD)

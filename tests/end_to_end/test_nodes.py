@@ -12,7 +12,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from tests.support.engines.seeded_requests import answers_alone, answers_together
+from tests.support.engines.seeded_requests import answers_alone, check_tokens
 from tests.support.engines.server import Server, start_headless, start_server
 from tests.support.models.checkpoints import SHIPPED
 from vllm_diffusion.cli.server import free_port
@@ -52,9 +52,7 @@ def test_tokens(options: str, server: Server, tmp_path: Path) -> None:
     """Two nodes give the tokens of one process, alone and together."""
     expected = answers_alone(server)
     with _two_nodes(options, tmp_path) as running:
-        assert answers_alone(running) == expected
-        assert answers_together(running) == expected
-        running.wait_until_idle()
+        check_tokens(running, expected)
 
 
 @contextmanager
@@ -91,9 +89,7 @@ def test_tokens_by_ray(
             SHIPPED, tmp_path / "server.log", *options.split(), RAY_ADDRESS=address
         ) as running,
     ):
-        assert answers_alone(running) == expected
-        assert answers_together(running) == expected
-        running.wait_until_idle()
+        check_tokens(running, expected)
         assert _num_nodes_used(address) == 2
 
 

@@ -1,22 +1,23 @@
 """Tests of stored responses and of Anthropic's messages, besides OpenAI's completions."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
+from tests.pairs.answers import events
+from tests.support.engines.commands import run
 from tests.support.engines.server import MODEL, Server
 from tests.support.models.checkpoints import SHIPPED
 
 pytestmark = pytest.mark.engine
 
 QUESTIONS = ("What is 7+8?", "What is 2+3?")
+CHAT = {"messages": [{"role": "user", "content": QUESTIONS[0]}]}
 
 
 @pytest.fixture(autouse=True)
@@ -48,14 +49,8 @@ def test_stored_conversation(server: Server) -> None:
 
 
 def _message(server: Server, **fields: Any) -> dict[str, Any]:
-    body = {
-        "model": MODEL,
-        "messages": [{"role": "user", "content": QUESTIONS[0]}],
-        "max_tokens": 1100,
-        "temperature": 0.0,
-        **fields,
-    }
-    response = httpx.post(f"{server.url}/v1/messages", json=body, timeout=120)
+    body = {**CHAT, "max_tokens": 1100, "temperature": 0.0, **fields}
+    response = server.post("/v1/messages", body)
     assert response.status_code == 200, response.text
     return response.json()
 
@@ -84,13 +79,10 @@ def test_anthropic_thinking(thinking: dict[str, Any], server: Server) -> None:
 
 def test_anthropic_tokens_of_a_thinking_prompt(server: Server) -> None:
     """The tokens of a thinking prompt are counted as those of a chat that thinks."""
-    messages = [{"role": "user", "content": QUESTIONS[0]}]
-    thinking = {"type": "enabled", "budget_tokens": 1024}
-    body = {"messages": messages, "thinking": thinking}
-    counted = server.post("/v1/messages/count_tokens", body).json()["input_tokens"]
-    chat = {"messages": messages, "max_tokens": 1}
-    chat["chat_template_kwargs"] = {"enable_thinking": True}
-    answer = server.post("/v1/chat/completions", chat).json()
+    thinking = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+    counted = server.post("/v1/messages/count_tokens", CHAT | thinking).json()["input_tokens"]
+    chat = {"max_tokens": 1, "chat_template_kwargs": {"enable_thinking": True}}
+    answer = server.post("/v1/chat/completions", CHAT | chat).json()
     assert counted == answer["usage"]["prompt_tokens"]
 
 
@@ -98,7 +90,7 @@ def test_anthropic_tokens_of_a_thinking_prompt(server: Server) -> None:
 @pytest.mark.timeout(600)
 def test_batch_file(tmp_path: Path, server: Server) -> None:
     """``vllm run-batch`` gives a server's answers, and a refused line does not harm others."""
-    plain = {"messages": [{"role": "user", "content": QUESTIONS[0]}], "max_tokens": 40, "seed": 3}
+    plain = {**CHAT, "max_tokens": 40, "seed": 3}
     bodies = {
         "plain": plain,
         "frames": {**plain, "diffusing": True},
@@ -111,9 +103,9 @@ def test_batch_file(tmp_path: Path, server: Server) -> None:
             line = {"custom_id": name, "method": "POST", "url": "/v1/chat/completions"}
             print(json.dumps(line | {"body": {**body, "model": MODEL}}), file=file)
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "run-batch"]
-    command += ["-i", str(asked), "-o", str(answered), "--model", str(SHIPPED)]
+    command += ["-i", asked, "-o", answered, "--model", SHIPPED]
     command += ["--served-model-name", MODEL, "--max-model-len", "512", "--max-num-seqs", "8"]
-    subprocess.run(command, check=True, capture_output=True)
+    run(*command)
     lines = [json.loads(line) for line in answered.read_text().splitlines()]
     found = {line["custom_id"]: line for line in lines}
     refused = {name: line["error"] for name, line in found.items() if line["error"]}
@@ -124,9 +116,6 @@ def test_batch_file(tmp_path: Path, server: Server) -> None:
         alone = server.post("/v1/chat/completions", bodies[name]).json()
         (choice,) = found[name]["response"]["body"]["choices"]
         assert choice["message"]["content"] == alone["choices"][0]["message"]["content"]
-
-
-CHAT = {"messages": [{"role": "user", "content": QUESTIONS[0]}]}
 
 
 @pytest.mark.parametrize(
@@ -153,8 +142,7 @@ def test_counts_of_predictions(path: str, asked: Any, counted: str, server: Serv
     streamed = body | {"stream": True}
     if path != "/v1/responses":
         streamed["stream_options"] = {"include_usage": True}
-    lines = server.post(path, streamed).text.splitlines()
-    last = [json.loads(line[6:]) for line in lines if line.startswith("data: {")][-1]
+    last = events(server.post(path, streamed).text)[-1]
     assert last.get("response", last)["usage"][counted] == details
     counts = [details[f"{name}_prediction_tokens"] for name in ("accepted", "rejected")]
     assert min(counts) >= 0

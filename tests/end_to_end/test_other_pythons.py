@@ -2,11 +2,12 @@
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.engines import commands
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(2400)]
 
@@ -31,12 +32,10 @@ def interpreter(version: str) -> str | None:
 
 
 def run(*command: str, **options: object) -> str:
-    """Return what a command prints; show its end if it fails."""
+    """Return what a command prints in an environment without what these tests have set."""
     unset = ("PYTHONPATH", "VIRTUAL_ENV", "VLLM_ENABLE_V1_MULTIPROCESSING", "TRITON_INTERPRET")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, **options)
-    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
-    return ended.stdout
+    return commands.run(*command, env=environment, **options).stdout
 
 
 @pytest.mark.parametrize("place", range(len(VERSIONS)))

@@ -14,6 +14,8 @@ import httpx
 import pytest
 
 from docs.tables import PAGES
+from tests.support.engines.commands import run
+from tests.support.engines.server import is_ready
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -34,7 +36,7 @@ ELSEWHERE = {
     "chat": "test_commands_of_pages, and tests/unit/test_chat.py",
     "serve-page": "tests/integration/test_page_server.py, and tests/unit/test_cli_serve_page.py",
     "bench-drafts": "tests/end_to_end/test_bench_drafts.py",
-    "calibrate": "tests/end_to_end/test_calibration.py and test_online_calibration.py",
+    "calibrate": "tests/end_to_end/test_calibration.py and test_draft_swaps.py",
     "swap-draft": "tests/end_to_end/test_draft_swaps.py",
     "doctor": "tests/null_gpu",
     "ray": "tests/end_to_end/test_nodes.py",
@@ -104,7 +106,7 @@ def test_server(commands: str) -> None:
         for port in re.findall(r"--port (\d+)", commands) or ["8000"]:
             url = f"http://127.0.0.1:{port}"
             deadline = time.monotonic() + 300
-            while not _is_ready(url):
+            while not is_ready(url):
                 assert [server.poll() for server in running] == [None] * len(running)
                 assert time.monotonic() < deadline
                 time.sleep(0.5)
@@ -122,13 +124,6 @@ def test_server(commands: str) -> None:
     assert ended == [0] * len(running)
 
 
-def _is_ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health").is_success
-    except httpx.TransportError:
-        return False
-
-
 @pytest.mark.parametrize(
     "command",
     sorted(
@@ -142,11 +137,7 @@ def _is_ready(url: str) -> bool:
 )
 def test_own_command(command: str) -> None:
     """Each command that needs neither a server nor another model prints something."""
-    ended = subprocess.run(
-        ["bash", "-c", command], cwd=ROOT, env=users_environment(), capture_output=True, text=True
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout
+    assert run("bash", "-c", command, cwd=ROOT, env=users_environment()).stdout
 
 
 @pytest.mark.usefixtures("port_of_pages")
@@ -165,15 +156,8 @@ def test_commands_of_pages() -> None:
         "vllm bench serve" + bench.split("vllm bench serve")[2],
     ]
     serve = block("docs/use/serving.md", 'vllm serve "$(vllm-diffusion checkpoint)"')
-    ended = subprocess.run(
-        ["bash", "-c", SCRIPT.format(serve=serve, commands="\n".join(commands))],
-        cwd=ROOT,
-        env=users_environment(),
-        capture_output=True,
-        text=True,
-        timeout=840,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    script = SCRIPT.format(serve=serve, commands="\n".join(commands))
+    ended = run("bash", "-c", script, cwd=ROOT, env=users_environment(), timeout=840)
     for said in (
         "answer:    15\n",
         "streamed:  15\n",

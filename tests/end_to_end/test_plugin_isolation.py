@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.engines.commands import run
 from tests.support.engines.snapshot import OURS
 
 pytestmark = pytest.mark.engine
@@ -63,16 +63,9 @@ def snapshots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(own)}
 
     def taken(name: str) -> Any:
-        done = subprocess.run(
-            # Without a platform there is nothing to configure a model for.
-            [sys.executable, str(SNAPSHOT), *(models if "model" in name else [])],
-            env=inherited | ENVIRONMENTS[name],
-            capture_output=True,
-            text=True,
-            timeout=800,
-            check=False,
-        )
-        assert done.returncode == 0, f"{name}: {done.stderr[-3000:]}"
+        # Without a platform there is nothing to configure a model for.
+        command = [sys.executable, SNAPSHOT, *(models if "model" in name else [])]
+        done = run(*command, env=inherited | ENVIRONMENTS[name], timeout=800)
         (line,) = (x for x in done.stdout.splitlines() if x.startswith("SNAPSHOT"))
         return json.loads(line.removeprefix("SNAPSHOT"))
 

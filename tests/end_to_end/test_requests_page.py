@@ -4,12 +4,12 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.engines import commands
 from tests.support.engines.server import Server
 
 pytestmark = pytest.mark.engine
@@ -33,11 +33,7 @@ def run_script(program: str, folder: Path) -> str:
 def run(command: list[str], server: Server | None = None) -> str:
     """Return a command's output in the environment that the page describes."""
     of_server = {"OPENAI_BASE_URL": f"{server.url}/v1", "OPENAI_API_KEY": "none"} if server else {}
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, env={**os.environ, **of_server}
-    )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+    return commands.run(*command, timeout=600, env={**os.environ, **of_server}).stdout
 
 
 def test_python_blocks_run_one_after_another(server: Server) -> None:

@@ -1,27 +1,28 @@
 """Several engines and API servers give one server's tokens, count apart, and fail together."""
 
-import json
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 import pytest
 
+from tests.pairs.answers import events
 from tests.support.engines.seeded_requests import (
     ALL,
     Tokens,
     answers_alone,
-    answers_of_one_process,
     answers_together,
     check_answers,
+    check_tokens,
     seeded_request,
 )
-from tests.support.engines.server import MODEL, Server, start_server, stop_server
+from tests.support.engines.server import Server, is_ready, start_server, stop_server, wait_for
+from tests.support.engines.streams import OrderedStream
 from tests.support.families.cases import CASES
 from tests.support.models.checkpoints import SHIPPED
 from tests.support.models.quantized import quantized_checkpoint
@@ -51,9 +52,7 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def test_tokens(replicas: Server, expected: list[Tokens]) -> None:
     """Answers are the same alone, next to dummy batches, and in batches of both engines."""
-    assert answers_alone(replicas) == expected
-    assert answers_together(replicas) == expected
-    replicas.wait_until_idle()
+    check_tokens(replicas, expected)
 
 
 def test_no_seed(replicas: Server) -> None:
@@ -82,11 +81,8 @@ def test_chosen_engine(engine: str, replicas: Server) -> None:
         ]
     assert [response.result().status_code for response in asked] == [200] * NUM_STREAMS
     # 70 tokens are three canvases of the shipped checkpoint.
-    expected = {each: 3 * NUM_STREAMS * (each == engine) for each in "01"}
-    deadline = time.monotonic() + 60
-    while (added := {each: _canvases(replicas, each) - before[each] for each in "01"}) != expected:
-        assert time.monotonic() < deadline, added
-        time.sleep(0.2)
+    expected = {each: before[each] + 3 * NUM_STREAMS * (each == engine) for each in "01"}
+    wait_for(lambda: {each: _canvases(replicas, each) for each in "01"}, expected)
     steps = replicas.metric("vllm_diffusion:denoise_steps_per_canvas_count")
     assert steps == replicas.metric("vllm_diffusion:canvases_total")
 
@@ -100,24 +96,15 @@ def _canvases(server: Server, engine: str) -> float:
 def test_frames(replicas: Server) -> None:
     """Each stream has its own frames, and the last one of a canvas is what is committed."""
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
-        streams = list(pool.map(lambda seed: [*shown_stream(replicas, seed)], range(NUM_STREAMS)))
-    for chunks in streams:
-        frames = [chunk for chunk in chunks if chunk.get("type") == "diffusion_frame"]
-        text = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
-        assert [frame["step"] for frame in frames if frame["block"] == 0][0] == 1
-        assert "".join(frame["text"] for frame in frames if frame["is_last"]) == text
-        assert not any("error" in chunk for chunk in chunks)
+        asked = [shown(seed, max_tokens=70) for seed in range(NUM_STREAMS)]
+        streams = pool.map(lambda body: OrderedStream(replicas, "/v1/completions", body), asked)
+        assert [stream.frames[0][0]["step"] for stream in streams] == [1] * NUM_STREAMS
 
 
-def shown_stream(server: Server, seed: int, max_tokens: int = 70) -> Iterator[dict]:
-    """Return the chunks of a completion that shows its canvas."""
-    body = {"model": MODEL, "prompt": "Red", "max_tokens": max_tokens, "seed": seed}
-    body |= {"ignore_eos": True, "stream": True, "diffusing": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as response:
-        assert response.status_code == 200
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                yield json.loads(line.removeprefix("data: "))
+def shown(seed: int, max_tokens: int) -> dict[str, Any]:
+    """Return the body of a streamed completion that shows its canvas."""
+    length = {"max_tokens": max_tokens, "ignore_eos": True}
+    return {"prompt": "Red", "seed": seed, "stream": True, "diffusing": True} | length
 
 
 def test_dead_engine(replicas: Server) -> None:
@@ -126,18 +113,15 @@ def test_dead_engine(replicas: Server) -> None:
     (engine,) = [p for p in processes if "EngineCore_DP1" in " ".join(p.cmdline())]
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         waiting = [
-            pool.submit(lambda seed: [*shown_stream(replicas, seed, 900)], seed)
+            pool.submit(replicas.post, "/v1/completions", shown(seed, max_tokens=900))
             for seed in range(NUM_STREAMS)
         ]
-        deadline = time.monotonic() + 60
-        while replicas.metric("vllm:num_requests_running") < NUM_STREAMS:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for(lambda: replicas.metric("vllm:num_requests_running"), NUM_STREAMS)
         engine.kill()
         for stream in waiting:
             # The server may be gone before the sentence is said.
             with suppress(httpx.TransportError):
-                assert "error" in stream.result(timeout=60)[-1]
+                assert "error" in events(stream.result(timeout=60).text)[-1]
     assert replicas.process.wait(60) != 0
     _, left = psutil.wait_procs(processes, timeout=30)
     assert not left
@@ -169,7 +153,8 @@ def test_tokens_of_other_layouts(options: str, expected: list[Tokens], tmp_path:
 def test_tokens_of_a_dense_model(tmp_path: Path) -> None:
     """Independent engines of a dense model give the same tokens."""
     sdar = shipped_checkpoint("sdar")
-    expected = answers_of_one_process(sdar, tmp_path / "one.log")
+    with start_server(sdar, tmp_path / "one.log") as one:
+        expected = answers_alone(one)
     check_answers(sdar, tmp_path, [*TWO_ENGINES, "--api-server-count", "2"], expected)
 
 
@@ -209,20 +194,15 @@ def test_tokens_of_experts(name: str, layout: str, tmp_path: Path) -> None:
 def test_one_port_for_each_engine(expected: list[Tokens], tmp_path: Path) -> None:
     """vLLM's supervisor starts a server for each engine, and ends all of them with one."""
     supervisor = free_port()
-    with start_server(
-        SHIPPED,
-        tmp_path / "server.log",
-        *(
-            "--data-parallel-multi-port-external-lb",
-            "--data-parallel-supervisor-port",
-            str(supervisor),
-        ),
-        *("--data-parallel-size", "2", "--data-parallel-size-local", "2"),
-        *("--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port())),
-    ) as first:
+    options = (
+        f"--data-parallel-multi-port-external-lb --data-parallel-supervisor-port {supervisor} "
+        "--data-parallel-size 2 --data-parallel-size-local 2 "
+        f"--data-parallel-address 127.0.0.1 --data-parallel-rpc-port {free_port()}"
+    )
+    with start_server(SHIPPED, tmp_path / "server.log", *options.split()) as first:
         address, _, port = first.url.rpartition(":")
         servers = [first, replace(first, url=f"{address}:{int(port) + 1}")]
-        _wait_for(f"{address}:{supervisor}/health")
+        wait_for(lambda: is_ready(f"{address}:{supervisor}"), True)
         # One of them is idle meanwhile, and runs dummy batches.
         assert answers_alone(servers[1]) == expected
         with ThreadPoolExecutor(2) as pool:
@@ -238,42 +218,29 @@ def test_one_port_for_each_engine(expected: list[Tokens], tmp_path: Path) -> Non
         assert not left
 
 
-def _wait_for(url: str, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while True:
-        with suppress(httpx.TransportError):
-            if httpx.get(url, timeout=5).status_code == 200:
-                return
-        assert time.monotonic() < deadline, f"{url} does not answer"
-        time.sleep(0.2)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("mode", ["external", "hybrid"])
-def test_several_servers(mode: str, expected: list[Tokens], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        ("--data-parallel-size 2 --data-parallel-external-lb --data-parallel-rank", "01"),
+        (
+            "--data-parallel-size 4 --data-parallel-size-local 2 --data-parallel-hybrid-lb "
+            "--data-parallel-start-rank",
+            "02",
+        ),
+    ],
+    ids=["external", "hybrid"],
+)
+def test_several_servers(layout: str, ranks: str, expected: list[Tokens], tmp_path: Path) -> None:
     """Servers on ports of their own, whose engines keep in step, give the same tokens."""
     shared = ["--data-parallel-rpc-port", str(free_port()), "--data-parallel-address", "127.0.0.1"]
-    if mode == "external":
-        layouts = [
-            [
-                *("--data-parallel-size", "2", "--data-parallel-rank", str(rank)),
-                "--data-parallel-external-lb",
-            ]
-            for rank in range(2)
-        ]
-    else:
-        layouts = [
-            [
-                *("--data-parallel-size", "4", "--data-parallel-size-local", "2"),
-                *("--data-parallel-start-rank", str(start), "--data-parallel-hybrid-lb"),
-            ]
-            for start in (0, 2)
-        ]
     with ThreadPoolExecutor(2) as pool, ExitStack() as stack:
         starting = [
-            pool.submit(start_server, SHIPPED, tmp_path / f"{i}.log", *shared, *layout)
-            for i, layout in enumerate(layouts)
+            pool.submit(
+                start_server, SHIPPED, tmp_path / f"{rank}.log", *shared, *layout.split(), rank
+            )
+            for rank in ranks
         ]
         servers = [future.result() for future in starting]
         for running in servers:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.test_requests_page import blocks, run
+from tests.pairs.answers import events
 from tests.support.engines.server import MODEL, Server
 
 pytestmark = pytest.mark.engine
@@ -39,8 +40,7 @@ def test_all_that_follows_a_cursor(path: str, server: Server) -> None:
         assert details["suffix_tokens"] == 2 * 31
         streamed = body | {"suffix": suffix, "stream": True}
         streamed["stream_options"] = {"include_usage": True}
-        lines = server.post(path, streamed).text.splitlines()
-        chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        chunks = events(server.post(path, streamed).text)
         texts = [""] * 4
         for choice in (choice for chunk in chunks for choice in chunk["choices"]):
             texts[choice["index"]] += choice["text"]

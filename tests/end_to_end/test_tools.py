@@ -1,13 +1,12 @@
 """Tests of tool calls in Gemma's own format, demanded by a request or made by the model."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import jsonschema
 import pytest
 
+from tests.pairs.answers import events
 from tests.support.engines.server import MODEL, Server
 from tests.support.engines.streams import OrderedStream
 
@@ -29,54 +28,6 @@ RECORD = {
 }
 
 
-def ask(server: Server, request: dict[str, Any], stream: bool) -> tuple[str, list[tuple[str, str]]]:
-    """Return why the answer ended, and its calls as the official client puts them together."""
-    client = server.client()
-    if not stream:
-        (choice,) = client.chat.completions.create(**request).choices
-        calls = choice.message.tool_calls or []
-        return choice.finish_reason, [(c.function.name, c.function.arguments) for c in calls]
-    reason = ""
-    parts: dict[int, list[str]] = {}
-    with client.chat.completions.create(**request, stream=True) as chunks:
-        for choice in (choice for chunk in chunks for choice in chunk.choices):
-            reason = choice.finish_reason or reason
-            for call in choice.delta.tool_calls or []:
-                name_and_arguments = parts.setdefault(call.index, ["", ""])
-                name_and_arguments[0] += call.function.name or ""
-                name_and_arguments[1] += call.function.arguments or ""
-    return reason, [(name, arguments) for name, arguments in parts.values()]
-
-
-def gemma_request(**fields: Any) -> dict[str, Any]:
-    """Return a request for a record with a part that Gemma's parser has no types for."""
-    place = {
-        "type": "object",
-        "properties": {"at": {"type": "array", "items": {"type": "number"}, "maxItems": 2}},
-        "required": ["at"],
-    }
-    parameters = {
-        **RECORD,
-        "properties": {
-            **RECORD["properties"],
-            "place": {"anyOf": [{"$ref": "#/$defs/place"}, {"type": "null"}]},
-        },
-        "required": ["name", "age", "place"],
-        "$defs": {"place": place},
-    }
-    return {
-        "model": MODEL,
-        "messages": [{"role": "user", "content": "Make a JSON record: name bob, age 31."}],
-        "max_tokens": 256,
-        "seed": 1,
-        "tools": [{"type": "function", "function": {"name": "store", "parameters": parameters}}],
-        **fields,
-    }
-
-
-NAMED = {"type": "function", "function": {"name": "store"}}
-
-
 def test_a_call_that_makes_sense(server: Server) -> None:
     """The shipped checkpoint calls a weather tool by itself, and reports the result."""
     city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -89,9 +40,12 @@ def test_a_call_that_makes_sense(server: Server) -> None:
         "seed": 1,
         "tools": [{"type": "function", "function": function}],
     }
-    reason, ((name, arguments),) = ask(server, request, stream=False)
-    assert (reason, name, json.loads(arguments)) == ("tool_calls", "get_weather", {"city": "Paris"})
-    call = {"id": "a", "type": "function", "function": {"name": name, "arguments": arguments}}
+    (choice,) = server.client().chat.completions.create(**request).choices
+    assert choice.finish_reason == "tool_calls"
+    (called,) = choice.message.tool_calls
+    assert called.function.name == "get_weather"
+    assert json.loads(called.function.arguments) == {"city": "Paris"}
+    call = {"id": "a", "type": "function", "function": called.function.model_dump()}
     request["messages"] += [
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "a", "content": "21 degrees, sunny"},
@@ -173,9 +127,9 @@ def test_a_canvas_full_of_marks_streams_as_the_whole_answer(server: Server) -> N
     framed = {**request, "vllm_xargs": {"diffusion_frames": 1}}
     stream = OrderedStream(server, "/v1/chat/completions", framed)
     assert stream.frames[0]
-    assert stream.reasoning[0] == message["reasoning"]
-    assert stream.text[0] == message["content"]
-    assert stream.arguments[0] == call["function"]["arguments"] == '{"a": 1}'
+    assert stream.choices[0].thought == message["reasoning"]
+    assert stream.choices[0].text == message["content"]
+    assert stream.arguments(0) == call["function"]["arguments"] == '{"a": 1}'
     assert stream.num_tokens == whole["usage"]["completion_tokens"]
 
 
@@ -208,7 +162,7 @@ def test_messages_stream_as_the_whole_message(server: Server) -> None:
     assert [kind for kind, _ in whole] == ["thinking", "tool_use"]
     kinds: dict[int, str] = {}
     texts: dict[int, str] = {}
-    for event in events(server, "/v1/messages", body):
+    for event in events(server.post("/v1/messages", body | {"stream": True}).text):
         if event["type"] == "content_block_start":
             kinds[event["index"]] = event["content_block"]["type"]
         elif event["type"] == "content_block_delta":
@@ -236,7 +190,7 @@ def test_responses_stream_as_the_whole_response(server: Server) -> None:
     (whole,) = server.post("/v1/responses", body).json()["output"]
     assert whole["type"] == "function_call"
     arguments, last = "", {}
-    for event in events(server, "/v1/responses", body):
+    for event in events(server.post("/v1/responses", body | {"stream": True}).text):
         if event["type"] == "response.function_call_arguments.delta":
             arguments += event["delta"]
         last = event
@@ -245,15 +199,3 @@ def test_responses_stream_as_the_whole_response(server: Server) -> None:
     assert (streamed["name"], streamed["arguments"]) == (whole["name"], whole["arguments"])
     assert arguments == whole["arguments"]
     jsonschema.validate(json.loads(arguments), BOB)
-
-
-def events(server: Server, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Return the data of a stream's events."""
-    request = httpx.stream(
-        "POST", f"{server.url}{path}", json={**body, "stream": True}, timeout=120
-    )
-    with request as response:
-        for line in response.iter_lines():
-            data = line.removeprefix("data:").strip()
-            if line.startswith("data:") and data != "[DONE]":
-                yield json.loads(data)

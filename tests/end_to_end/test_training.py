@@ -1,7 +1,6 @@
 """Tests of a trainer with a live server: new weights, pauses, sleep, and access to them."""
 
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -10,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.support.engines.commands import run
 from tests.support.engines.server import Server, start_server
 from tests.support.models.checkpoints import SHIPPED, copy_checkpoint
 
@@ -183,17 +182,12 @@ class TestLive:
 
     def test_sleep(self, live: Server, fresh: dict[str, Any], other: Path) -> None:
         """A sleeping server uses less memory, and wakes with its old weights or given ones."""
-
-        def held() -> int:
-            processes = psutil.Process(live.process.pid).children(recursive=True)
-            return sum(process.memory_info().rss for process in processes)
-
         # Fill some of the cache.
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda seed: tokens(live, f"{seed} " * 99, seed, LONG), range(8)))
-        before = held()
+        before = live.resident_bytes()
         command(live, "/sleep?level=1")
-        assert before - held() > 2 * 2**20
+        assert before - live.resident_bytes() > 2 * 2**20
         assert httpx.get(f"{live.url}/is_sleeping").json() == {"is_sleeping": True}
         assert command(live, "/wake_up").json()["status"] == "awake"
         assert answers(live) == fresh["shipped"]
@@ -224,13 +218,7 @@ class TestLive:
 def test_reinforcement(tmp_path: Path) -> None:
     """The example raises its reward by updating its server's weights."""
     example = Path(__file__).resolve().parents[2] / "examples" / "rl" / "grpo.py"
-    done = subprocess.run(
-        [sys.executable, str(example), "--out", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run(sys.executable, example, "--out", tmp_path)
     rewards = [float(value) for value in re.findall(r"reward ([\d.]+)", done.stdout)]
     assert len(rewards) == 12 == len(list(tmp_path.iterdir()))
     # Without new weights in the server it would stay where it begins.

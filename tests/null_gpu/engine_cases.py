@@ -183,22 +183,6 @@ def runner_of(llm: Any) -> Any:
     return worker_of(llm).model_runner
 
 
-def verifies(llm: Any) -> bool:
-    """Return whether the served model drafts and verifies."""
-    from vllm_diffusion.startup.plan import spec_of
-
-    spec = spec_of(runner_of(llm).vllm_config.model_config)
-    return spec is not None and spec.layout.verifies
-
-
-def holds_sequences(llm: Any) -> bool:
-    """Return whether a canvas of the served model is a whole sequence."""
-    from vllm_diffusion.startup.plan import spec_of
-
-    spec = spec_of(runner_of(llm).vllm_config.model_config)
-    return spec is not None and spec.layout.recomputes
-
-
 def kernels_of(config: Any) -> dict[str, Any]:
     """Return the kinds of the attention layers, as the model and ``doctor --gpu`` have them."""
     from vllm_diffusion.attention.backend import CanvasAttentionImpl
@@ -282,18 +266,18 @@ def steady_pass(llm: Any, kind: str) -> dict[str, int]:
         llm: The engine.
         kind: Of the requests; ``mixed`` for one that is denoised and one of each other way.
     """
+    from vllm_diffusion.startup.plan import spec_of
+
     if "read" in kind:
         return pass_of_reads(llm, kind)
-    engine = llm.llm_engine
+    engine, spec = llm.llm_engine, spec_of(runner_of(llm).vllm_config.model_config)
     # Drafts that keep nothing for some passes end their requests.
     kept = {"drafted": "verified", "causal": "causal"}
+    usual = "verified" if spec is not None and spec.layout.verifies else "steady"
     kinds = ["plain", *WAYS] if kind == "mixed" else [kind] * 3
-    ids = [
-        f"{kept.get(each, 'verified' if verifies(llm) else 'steady')} {each} {i}"
-        for i, each in enumerate(kinds)
-    ]
+    ids = [f"{kept.get(each, usual)} {each} {i}" for i, each in enumerate(kinds)]
     # Whole sequences of three requests within the sizes that are captured.
-    max_tokens = 100 if holds_sequences(llm) else 300
+    max_tokens = 100 if spec is not None and spec.layout.recomputes else 300
     for request_id, each in zip(ids, kinds, strict=True):
         params = params_of(each, max_tokens=max_tokens)
         engine.add_request(request_id, prompt_of(each), params)

@@ -1,9 +1,8 @@
 """A GPU that cannot serve a model is refused in one line before anything is loaded."""
 
-import subprocess
-
 import pytest
 
+from tests.support.engines.commands import run
 from tests.support.models.checkpoints import SHIPPED
 from tests.support.null_gpu.processes import environment
 from vllm_diffusion.cli.server import VLLM_SERVE
@@ -26,10 +25,8 @@ pytestmark = pytest.mark.engine
 )
 def test_a_gpu_that_cannot_serve(tmp_path, device, sentence):
     """The command ends with one line that names why the GPU cannot serve."""
-    command = [*VLLM_SERVE, str(SHIPPED), "--port", "1"]
     variables = environment(tmp_path, **device)
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    done = run(*VLLM_SERVE, SHIPPED, "--port", "1", status=1, env=variables)
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("vllm-diffusion: ")
     assert sentence in last

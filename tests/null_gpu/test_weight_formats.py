@@ -2,10 +2,13 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
 
+from tests.null_gpu.engine_cases import decide_outcomes, passes_of, runner_of, start
+from tests.support.engines.loading import load, one_rank
 from tests.support.families.cases import CASES
 from tests.support.models.checkpoints import SHIPPED, changed
 from tests.support.models.integer_formats import LAYOUTS, integer_checkpoint
@@ -17,13 +20,37 @@ SDAR = SHIPPED.parent / "tiny_sdar"
 MADE = ("sdar-moe", "llada2.1", "llada", "nemotron")
 
 
+def load_each(folders: list[str]) -> list[str]:
+    """Return for each checkpoint the error that refused it, or nothing."""
+    outcomes = []
+    with one_rank():
+        for folder in folders:
+            try:
+                load(Path(folder))
+            except (AttributeError, NotImplementedError, ValueError) as error:
+                outcomes.append(f"{type(error).__name__}: {error}")
+            else:
+                outcomes.append("")
+    return outcomes
+
+
+def serve_floats(model: str, scheme: str) -> dict[str, Any]:
+    """Start an engine that quantizes weights while loading; return its kernels and passes."""
+    from vllm_diffusion.weights.formats import describe_kernels
+
+    decide_outcomes()
+    llm = start(model, quantization=scheme, dtype="bfloat16", enforce_eager=True)
+    kernels = describe_kernels(runner_of(llm).model)
+    return {"kernels": kernels, "passes": passes_of(llm, "plain")["passes"]}
+
+
 def source_of(name: str, folder: Path) -> Path:
     shipped = {"diffusion_gemma": SHIPPED, "sdar": SDAR}
     return shipped[name] if name in shipped else CASES[name].make().save(folder / name)
 
 
 def loaded(null_gpu: NullGpu, folders: list[Path]) -> list[str]:
-    outcomes = null_gpu.run("tests.null_gpu.format_cases:load_each", folders=[*map(str, folders)])
+    outcomes = null_gpu.run(f"{__name__}:load_each", folders=[*map(str, folders)])
     return list(outcomes.checked())
 
 
@@ -84,7 +111,7 @@ def test_floats_that_are_quantised_while_they_are_loaded(
 ) -> None:
     """An engine that quantizes floats while loading answers, and refuses an incomplete file."""
     source = source_of(name, tmp_path)
-    case, scheme = "tests.null_gpu.format_cases:serve_floats", "fp8_per_tensor"
+    case, scheme = f"{__name__}:serve_floats", "fp8_per_tensor"
     served = null_gpu.run(case, model=str(source), scheme=scheme).checked()
     assert served["passes"]
     assert f"{num_linears} x linear: CutlassFP8ScaledMMLinearKernel" in served["kernels"]

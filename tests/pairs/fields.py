@@ -7,7 +7,7 @@ adds a value and a law here, and :mod:`tests.pairs.rows` puts it beside every ot
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jsonschema
@@ -50,7 +50,6 @@ class Value:
         names: The names that the table of exclusions has for it; its own keys if none.
         paths: Paths that know it.
         streams: Whether it needs a stream, excludes one, or neither.
-        needs: Tokens that an answer must have room for.
     """
 
     name: str
@@ -66,17 +65,9 @@ class Value:
         return self.names or tuple(self.body)
 
 
-@dataclass(frozen=True)
-class Field:
-    """A field with the values that pairs are made of, besides that it is left out."""
-
-    name: str
-    values: Sequence[Value] = field(default_factory=tuple)
-
-
-def one(name: str, value: Any, law: Law = _holds, **about: Any) -> Field:
-    """Return a field that has one telling value."""
-    return Field(name, (Value(name, {name: value}, law, **about),))
+def one(name: str, value: Any, law: Law = _holds, **about: Any) -> list[Value]:
+    """Return the only telling value of a field."""
+    return [Value(name, {name: value}, law, **about)]
 
 
 def _said(problem: bool, what: str) -> str:
@@ -120,12 +111,15 @@ def _allowed(sent: Mapping[str, Any], choice: Choice, answer: Answer) -> str:
 
 
 def _schema(sent: Mapping[str, Any], choice: Choice, answer: Answer) -> str:
-    if choice.finish != "stop" or "stop" in sent or "stop_token_ids" in sent:
-        return ""
+    return "" if _is_cut(sent, choice) else _misfit(choice.text)
+
+
+def _misfit(text: str) -> str:
+    """Return why a text is not JSON of the schema, or nothing."""
     try:
-        jsonschema.validate(json.loads(choice.text), SCHEMA)
+        jsonschema.validate(json.loads(text), SCHEMA)
     except (ValueError, jsonschema.ValidationError) as error:
-        return f"{choice.text!r}: {error}"
+        return f"{text!r}: {error}"
     return ""
 
 
@@ -159,12 +153,7 @@ def _called(sent: Mapping[str, Any], choice: Choice, answer: Answer) -> str:
         return ""
     if not choice.calls:
         return f"no call in {choice.text!r}"
-    try:
-        for call in choice.calls:
-            jsonschema.validate(json.loads(call["arguments"]), SCHEMA)
-    except (ValueError, jsonschema.ValidationError) as error:
-        return f"{choice.calls}: {error}"
-    return ""
+    return "".join(_misfit(call["arguments"]) for call in choice.calls)
 
 
 def _logprobs(sent: Mapping[str, Any], choice: Choice, answer: Answer) -> str:
@@ -233,8 +222,8 @@ def _truncated(sent: Mapping[str, Any], choice: Choice, answer: Answer) -> str:
     return _said(answer.usage["prompt_tokens"] > 6, f"usage {answer.usage}")
 
 
-def fields_of(canvas: int) -> list[Field]:
-    """Return the fields of a server.
+def fields_of(canvas: int) -> list[list[Value]]:
+    """Return the telling values of each field of a server, besides that it is left out.
 
     Args:
         canvas: Positions of its canvases.
@@ -242,7 +231,10 @@ def fields_of(canvas: int) -> list[Field]:
     # Tokens that a request brings are not drawn: none of those that another field forbids.
     seed = [80 + i % 20 for i in range(canvas)]
     chat, text = {"paths": (CHAT,)}, {"paths": (COMPLETIONS,)}
-    constraint = {"names": ("structured_outputs",)}
+    of_logprobs, constraint = {"names": ["logprobs"]}, ["structured_outputs"]
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+    required = {"tools": [TOOL], "tool_choice": "required"}
+    predicted = {"type": "content", "content": "abcab"}
     return [
         one("temperature", 0.7),
         one("top_k", 5),
@@ -253,7 +245,7 @@ def fields_of(canvas: int) -> list[Field]:
         one("repetition_penalty", 1.2),
         one("logit_bias", {str(BANNED): -100, "71": 2}, _banned),
         one("allowed_token_ids", [*LETTERS, *ENDS], _allowed),
-        one("bad_words", ["k"], _holds),
+        one("bad_words", ["k"]),
         one("min_tokens", 3, _least),
         one("ignore_eos", True, _goes_on),
         one("stop", ["e"], _stop),
@@ -261,90 +253,51 @@ def fields_of(canvas: int) -> list[Field]:
         one("include_stop_str_in_output", True),
         one("skip_special_tokens", False),
         # vLLM takes several answers only where they are drawn.
-        Field("n", (Value("n", {"n": 2, "temperature": 0.7}),)),
+        [Value("n", {"n": 2, "temperature": 0.7})],
         one("prompt_logprobs", 1, _prompt_logprobs, streams=False),
         one("echo", True, _echoed, **text),
         one("truncate_prompt_tokens", 6, _truncated),
         one("cache_salt", "grain"),
         one("thinking_token_budget", 4),
-        Field(
-            "logprobs",
-            (
-                Value(
-                    "logprobs",
-                    {"logprobs": True, "top_logprobs": 3},
-                    _logprobs,
-                    ["logprobs"],
-                    **chat,
-                ),
-                Value("logprobs of text", {"logprobs": 3}, _logprobs, ["logprobs"], **text),
+        [
+            Value(
+                "logprobs", {"logprobs": True, "top_logprobs": 3}, _logprobs, **of_logprobs, **chat
             ),
-        ),
-        Field(
-            "constraint",
-            (
-                Value(
-                    "schema",
-                    {
-                        "response_format": {
-                            "type": "json_schema",
-                            "json_schema": {"name": "a", "schema": SCHEMA},
-                        }
-                    },
-                    _schema,
-                    ("structured_outputs", "response_format"),
-                ),
-                Value("regex", {"structured_outputs": {"regex": REGEX}}, _regex, **constraint),
-                Value("choice", {"structured_outputs": {"choice": WORDS}}, _choice, **constraint),
-                Value(
-                    "tool",
-                    {"tools": [TOOL], "tool_choice": "required"},
-                    _called,
-                    ("structured_outputs", "tools"),
-                    **chat,
-                ),
-            ),
-        ),
+            Value("logprobs of text", {"logprobs": 3}, _logprobs, **of_logprobs, **text),
+        ],
+        [
+            Value("schema", {"response_format": form}, _schema, [*constraint, "response_format"]),
+            Value("regex", {"structured_outputs": {"regex": REGEX}}, _regex, constraint),
+            Value("choice", {"structured_outputs": {"choice": WORDS}}, _choice, constraint),
+            Value("tool", required, _called, [*constraint, "tools"], **chat),
+        ],
         one("suffix", " ok", _suffixed, **text),
-        Field(
-            "prediction",
-            (
-                Value(
-                    "prediction",
-                    {"prediction": {"type": "content", "content": "abcab"}},
-                    _predicted,
-                ),
-                Value(
-                    "the prompt",
-                    {"diffusion_prediction": "prompt"},
-                    _predicted,
-                    ["prediction", "diffusion_prediction"],
-                ),
+        [
+            Value("prediction", {"prediction": predicted}, _predicted),
+            Value(
+                "the prompt",
+                {"diffusion_prediction": "prompt"},
+                _predicted,
+                ["prediction", "diffusion_prediction"],
             ),
-        ),
+        ],
         # Refused alone where the server serves in order, and by models without presets.
         one("priority", 1),
         one("diffusion_preset", "fast"),
         one("diffusion_max_steps", 3),
         one("diffusion_canvas_length", canvas // 2),
-        Field(
-            "diffusion_seed_canvas",
-            (
-                Value("seed canvas", {"diffusion_seed_canvas": seed}),
-                Value("pins", {"diffusion_seed_canvas": seed, "diffusion_pinned": [1, 2]}, _pinned),
-            ),
-        ),
+        [
+            Value("seed canvas", {"diffusion_seed_canvas": seed}),
+            Value("pins", {"diffusion_seed_canvas": seed, "diffusion_pinned": [1, 2]}, _pinned),
+        ],
         one("diffusion_read_only", True, _read),
-        Field(
-            "diffusion_constrained",
-            (
-                Value(
-                    "constrained",
-                    {"diffusion_constrained": True, "logprob_token_ids": LETTERS[:20]},
-                    names=("diffusion_constrained", "logprobs", "logprob_token_ids"),
-                ),
+        [
+            Value(
+                "constrained",
+                {"diffusion_constrained": True, "logprob_token_ids": LETTERS[:20]},
+                names=("diffusion_constrained", "logprobs", "logprob_token_ids"),
             ),
-        ),
+        ],
         one("diffusion_frames", 1, _frames, streams=True),
         one("diffusion_step_map", True, _step_map),
         one("diffusion_trace", True, _trace, streams=False),

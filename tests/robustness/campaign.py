@@ -102,7 +102,7 @@ def send_all(server: Server, requests: Sequence[Request]) -> list[Outcome]:
 
         def send_one(request: Request) -> Outcome:
             if server.process.poll() is not None:
-                return Outcome(None, "", 0.0, "unsent")
+                return Outcome(None, "", "unsent")
             return send(client, request, DEADLINE_SECONDS)
 
         return list(pool.map(send_one, requests))

@@ -67,14 +67,12 @@ class Outcome:
     Attributes:
         status: Of the answer, or of the error event that ended its stream; ``None`` without one.
         text: The answer's body, or its events.
-        seconds: Until it ended.
         ending: ``"answer"``; ``"left"`` by the client, or ``"late"`` and given up on; ``"broken"``
             where the connection ended first; ``"unsent"`` to a server that is gone.
     """
 
     status: int | None
     text: str
-    seconds: float
     ending: str
 
     @property
@@ -129,7 +127,7 @@ def send(client: httpx.Client, request: Request, seconds: float) -> Outcome:
         ending, text = "broken", repr(error)
     if ending == "answer" and status == 200 and (error_code := _error_event(text)):
         status = error_code
-    return Outcome(status, text, time.monotonic() - begun, ending)
+    return Outcome(status, text, ending)
 
 
 def _error_event(text: str) -> int | None:

@@ -19,18 +19,16 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from tests.pairs.answers import bodies_of, choices_of
-from tests.robustness.campaign import UNSHARED, describe
-from tests.robustness.client import Outcome, answers, send
+from tests.robustness.campaign import describe, send_all
+from tests.robustness.client import Outcome, answers
 from tests.robustness.requests import CHAT, COMPLETIONS, Request, Served, draw_request
 from tests.support.engines.server import PARSERS, Server, start_server
 from vllm_diffusion.checkpoints import shipped_checkpoint
@@ -40,8 +38,6 @@ SEED = 27
 # Requests whose passes are counted together. The order in which they arrive decides nothing: no
 # prefix is cached, none is preempted, none waits for another.
 GROUP = 25
-CLIENTS = 8
-DEADLINE_SECONDS = 300.0
 CHECKPOINTS = {"DiffusionGemma": "diffusion_gemma", "SDAR": "sdar"}
 # What the requests of a campaign ask of DiffusionGemma's rule and SDAR's has not.
 NOT_OF_SDAR = (
@@ -121,33 +117,27 @@ def record_server(
     What is not counted is sent when the others are: hostile requests, whose seed may be theirs to
     choose, and those with stop strings, which the API process finds while passes go on.
     """
-    with (
-        httpx.Client(base_url=server.url, limits=UNSHARED) as client,
-        ThreadPoolExecutor(CLIENTS) as pool,
-    ):
-        for first in track(range(0, len(numbers), GROUP), family):
-            group = {
-                number: reproducible(draw_request(served, SEED, number), number, family)
-                for number in numbers[first : first + GROUP]
+    for first in track(range(0, len(numbers), GROUP), family):
+        group = {
+            number: reproducible(draw_request(served, SEED, number), number, family)
+            for number in numbers[first : first + GROUP]
+        }
+        before = counters(server)
+        for counts in (True, False):
+            some = {
+                number: request
+                for number, request in group.items()
+                if counts == (request.kind != "hostile" and "stop" not in request.body)
             }
-            before = counters(server)
-            for counts in (True, False):
-                some = {
-                    number: request
-                    for number, request in group.items()
-                    if counts == (request.kind != "hostile" and "stop" not in request.body)
-                }
-                outcomes = pool.map(
-                    lambda sent: send(client, sent, DEADLINE_SECONDS), some.values()
+            outcomes = send_all(server, [*some.values()])
+            for number, outcome in zip(some, outcomes, strict=True):
+                yield {"number": number, **row_of(some[number], outcome)}
+            server.wait_until_idle()
+            if counts:
+                passes, steps = (
+                    late - early for early, late in zip(before, counters(server), strict=True)
                 )
-                for number, outcome in zip(some, list(outcomes), strict=True):
-                    yield {"number": number, **row_of(some[number], outcome)}
-                server.wait_until_idle()
-                if counts:
-                    passes, steps = (
-                        late - early for early, late in zip(before, counters(server), strict=True)
-                    )
-                    yield {"group": numbers[first], "passes": passes, "steps": steps}
+                yield {"group": numbers[first], "passes": passes, "steps": steps}
 
 
 def record_requests(num_requests: int, folder: Path) -> dict[str, list[dict[str, Any]]]:

@@ -3,12 +3,13 @@
 pytest -m slow tests/robustness/test_faults.py
 """
 
+import asyncio
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,10 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
 
-from tests.support.doubles import thread_faults
-from tests.support.engines.server import MODEL, Server, start_server
+from tests.support.engines.server import MODEL, Server, start_server, still_running, wait_for
 from tests.support.models.checkpoints import SHIPPED
 
 pytestmark = pytest.mark.engine
@@ -29,6 +31,8 @@ WAIT_SECONDS = 120
 PROBE = Path(__file__).resolve().parents[2] / "examples/kubernetes/alive.py"
 # One request of the longest kind fills it.
 SMALL_CACHE = ("--kv-cache-memory-bytes", str(9 * 1024**2 // 4))
+# Before the name of a thread of the engine, in a path of the middleware.
+RAISE_IN = "/raise_in/"
 
 
 @dataclass
@@ -100,10 +104,7 @@ def leaves_nothing(server: Server) -> Iterator[None]:
     yield
     # Ours to reap; the others have a parent, or get another.
     server.process.wait(WAIT_SECONDS)
-    deadline = time.monotonic() + WAIT_SECONDS
-    while left := [p for p in processes if p.is_running() and p.status() != "zombie"]:
-        assert time.monotonic() < deadline, f"still there: {left}"
-        time.sleep(0.2)
+    wait_for(lambda: still_running(processes), [], WAIT_SECONDS)
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/health")
     assert not [path for path in shared if path.exists()]
@@ -125,16 +126,37 @@ def small_server(tmp_path: Path, *options: str, **variables: str) -> Iterator[Se
         yield server
 
 
+async def raise_in_thread(
+    request: Request, call_next: Callable[[Request], Awaitable[Response]]
+) -> Response:
+    """Have a thread of the engine raise: the path names which; leave other paths to the server.
+
+    A middleware of ``vllm serve``.
+    """
+    from vllm.v1.engine import EngineCoreRequestType
+
+    if not request.url.path.startswith(RAISE_IN):
+        return await call_next(request)
+    client = request.app.state.engine_client
+    if request.url.path.endswith("input"):
+        # No request that the engine could decode.
+        await client.engine_core._send_input(EngineCoreRequestType.ADD, ("text",))
+    else:
+        # A model is nothing that the engine could encode. Its answer never comes.
+        asyncio.ensure_future(client.collective_rpc("get_model"))
+    return Response()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("thread", ["input", "output"])
 def test_thread_of_the_engine_raises(thread: str, tmp_path: Path) -> None:
     """An engine whose thread raised ends the server with an error for every client."""
-    middleware = f"{thread_faults.__name__}.{thread_faults.raise_in_thread.__name__}"
+    middleware = f"{__name__}.{raise_in_thread.__name__}"
     root = str(Path(__file__).resolve().parents[2])
     with small_server(tmp_path, "--middleware", middleware, PYTHONPATH=root) as server:
         clients = start_clients(server)
         with leaves_nothing(server):
-            httpx.get(f"{server.url}{thread_faults.PATH}{thread}", timeout=WAIT_SECONDS)
+            httpx.get(f"{server.url}{RAISE_IN}{thread}", timeout=WAIT_SECONDS)
             endings = assert_all_end(clients)
         assert all(ending in ("end", "500") or "Error" in ending for ending in endings), endings
 

@@ -71,8 +71,8 @@ def ask(page: Page, prompt: str, panels: int = 1) -> None:
     expect(page.locator(".state", has_text="Done")).to_have_count(panels)
 
 
-def cells(page: Page, grid: str = ".canvas", panel: int = 0) -> list[str]:
-    return page.locator(f"{grid} >> nth={panel}").locator(".cell > span").all_inner_texts()
+def cells(page: Page, grid: str = ".canvas") -> list[str]:
+    return page.locator(f"{grid} >> nth=0").locator(".cell > span").all_inner_texts()
 
 
 def counter(panel: Locator, name: str) -> float:

@@ -1,8 +1,25 @@
-"""``vllm-diffusion`` in the process of a test."""
+"""``vllm-diffusion`` in the process of a test, and programs in processes of their own."""
+
+import subprocess
+from typing import Any
 
 import pytest
 
 from vllm_diffusion.cli.main import main
+
+
+def run(*words: object, status: int | None = 0, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program until it ends, and return what it printed.
+
+    Args:
+        words: Its command line.
+        status: The exit status that it must have; ``None`` for any.
+        options: Of :func:`subprocess.run`.
+    """
+    command = [str(word) for word in words]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    assert status in (None, ended.returncode), ended.stdout[-4000:] + ended.stderr[-4000:]
+    return ended
 
 
 def status_of(*arguments: object) -> int:

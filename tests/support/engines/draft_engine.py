@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -27,9 +28,9 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def prompt_of(length: int, seed: int, vocab_size: int = VOCAB) -> list[int]:
+def prompt_of(length: int, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(2, vocab_size, (length,), generator=generator).tolist()
+    return torch.randint(2, VOCAB, (length,), generator=generator).tolist()
 
 
 PROMPTS = [prompt_of(length, seed=length) for length in (1, 2, 31, 33, 64, 81, 100, 150)]
@@ -118,6 +119,5 @@ def observed(owner: Any, name: str, calls: list[tuple[Any, Any]]) -> Iterator[No
         calls.append((arguments, result.clone()))
         return result
 
-    setattr(owner, name, noting)
-    yield
-    setattr(owner, name, original)
+    with mock.patch.object(owner, name, noting):
+        yield

@@ -63,7 +63,6 @@ class TracedEngine:
         # None where the workers are other processes.
         driver = getattr(core.model_executor, "driver_worker", None)
         self.runner = driver and driver.worker.model_runner
-        self.steps: list[StepRecord] = []
         # Ids of requests that lost their memory, in order; a test empties it before it counts.
         self.preempted: list[str] = []
         preempt = self.scheduler._preempt_request
@@ -111,11 +110,8 @@ class TracedEngine:
                     )
             return original(this, rows, input_batch, *args)
 
-        type(sampler).__call__ = recording_call
-        try:
+        with mock.patch.object(type(sampler), "__call__", recording_call):
             yield steps
-        finally:
-            type(sampler).__call__ = original
 
     @contextmanager
     def counting(self) -> Iterator[list[int]]:
@@ -129,11 +125,8 @@ class TracedEngine:
                 rows.append(output.total_num_scheduled_tokens)
             return output
 
-        self.scheduler.schedule = counted
-        try:
+        with mock.patch.object(self.scheduler, "schedule", counted):
             yield rows
-        finally:
-            self.scheduler.schedule = schedule
 
     @staticmethod
     def sampling_params(**params: Any) -> Any:

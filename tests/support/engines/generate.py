@@ -8,7 +8,6 @@ import atexit
 import gc
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -38,18 +37,15 @@ def run_aside(
     Returns:
         The result of its work, and what it printed.
     """
+    # Not for the process itself, which may have to be without this package.
+    from tests.support.engines.commands import run
+
+    inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        process = subprocess.run(
-            [sys.executable, "-m", module, str(result)],
-            input=json.dumps(job),
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-            env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment,
-        )
-        assert process.returncode == 0, process.stderr[-6000:]
+        command = (sys.executable, "-m", module, result)
+        options = {"timeout": timeout, "env": inherited | environment}
+        process = run(*command, input=json.dumps(job), **options)
         return json.loads(result.read_text()), process.stdout + process.stderr
 
 

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -22,28 +23,17 @@ class ThreadRanks:
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
         """Return the result of ``work`` on each rank, which is its argument."""
-        results: list[Any] = [None] * self.num_ranks
 
-        def run_rank(rank: int) -> None:
+        def run_rank(rank: int) -> Any:
             options = ProcessGroupGloo._Options()
             options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
             options._timeout = timedelta(seconds=120)
-            try:
-                group = ProcessGroupGloo(self._store, rank, self.num_ranks, options)
-                self._of_thread.group = group
-                results[rank] = work(rank)
-            except BaseException as error:
-                results[rank] = error
+            group = ProcessGroupGloo(self._store, rank, self.num_ranks, options)
+            self._of_thread.group = group
+            return work(rank)
 
-        threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(len(results))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return results
+        with ThreadPoolExecutor(self.num_ranks) as pool:
+            return list(pool.map(run_rank, range(self.num_ranks)))
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Sum over the ranks, in place; called by each of them."""

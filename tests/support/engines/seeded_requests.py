@@ -88,10 +88,11 @@ def answers_together(server: Server, chosen: Sequence[int] = ALL) -> list[Tokens
         return list(pool.map(lambda index: answer(server, index), chosen))
 
 
-def answers_of_one_process(checkpoint: Path, log: Path) -> list[Tokens]:
-    """Return the answers of a server of one engine and one worker, which then ends."""
-    with start_server(checkpoint, log) as server:
-        return answers_alone(server)
+def check_tokens(server: Server, expected: list[Tokens], chosen: Sequence[int] = ALL) -> None:
+    """Check that a server gives the expected tokens, alone and at once."""
+    assert answers_alone(server, chosen) == expected
+    assert answers_together(server, chosen) == expected
+    server.wait_until_idle()
 
 
 def check_answers(
@@ -106,8 +107,6 @@ def check_answers(
     Its log, in ``folder``, is left without a trace.
     """
     with start_server(checkpoint, folder / "server.log", *options) as server:
-        assert answers_alone(server, chosen) == expected
-        assert answers_together(server, chosen) == expected
-        server.wait_until_idle()
+        check_tokens(server, expected, chosen)
         server.assert_alive()
         assert "Traceback" not in server.log.read_text(errors="replace")

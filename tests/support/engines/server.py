@@ -5,8 +5,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -171,13 +171,37 @@ def start_server(checkpoint: Path, log: Path, *options: str, **variables: str) -
     server = _spawn(checkpoint, log, free_port(), *options, **variables)
     deadline = time.monotonic() + START_SECONDS
     while server.process.poll() is None and time.monotonic() < deadline:
-        try:
-            if httpx.get(f"{server.url}/health", timeout=5).status_code == 200:
-                return server
-        except httpx.TransportError:
-            time.sleep(0.5)
+        if is_ready(server.url):
+            return server
+        time.sleep(0.5)
     stop_server(server)
     raise RuntimeError(f"the server did not start:\n{log.read_text(errors='replace')[-4000:]}")
+
+
+def is_ready(url: str) -> bool:
+    """Return true if a server answers at an address, and is healthy."""
+    try:
+        return httpx.get(f"{url}/health", timeout=5).is_success
+    except httpx.TransportError:
+        return False
+
+
+def wait_for(read: Callable[[], object], expected: object, seconds: float = 60) -> None:
+    """Wait until ``read`` returns what is expected; fail with its last result if it never does."""
+    deadline = time.monotonic() + seconds
+    while (found := read()) != expected:
+        assert time.monotonic() < deadline, f"after {seconds} s it is still {found}"
+        time.sleep(0.1)
+
+
+def still_running(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Return those that have not ended; one that has may wait for whoever has adopted it."""
+    found = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def stop_server(server: Server) -> None:

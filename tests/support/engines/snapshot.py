@@ -5,7 +5,6 @@
 
 import atexit
 import dataclasses
-import enum
 import gc
 import json
 import re
@@ -60,7 +59,7 @@ def resolved(folder: str) -> dict[str, Any]:
     return {
         "scheduler": _name(config.scheduler_config.get_scheduler_cls()),
         "hash": config.compute_hash(),
-        "config": _plain(config),
+        "config": config,
         "requests": {
             name: _refusal(SamplingParams(**params), config) for name, params in requests.items()
         },
@@ -92,29 +91,18 @@ def _model_name(entry: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` as JSON, field by field, without what differs between equal runs."""
-    if isinstance(value, enum.Enum):
-        return str(value)
+    """Return for JSON what is none of its types, field by field, without what differs between equal
+    runs.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {
-            "class": _name(type(value)),
-            **{
-                field.name: _plain(getattr(value, field.name, None))
-                for field in dataclasses.fields(value)
-                # An engine's random name.
-                if field.name != "instance_id"
-            },
-        }
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        # Besides an engine's random name.
+        names = {field.name for field in dataclasses.fields(value)} - {"instance_id"}
+        found = {name: getattr(value, name, None) for name in names}
+        return {"class": _name(type(value)), **found}
     if isinstance(value, (set, frozenset)):
-        return sorted(str(_plain(item)) for item in value)
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
+        return sorted(map(str, value))
     if hasattr(value, "to_dict"):
-        return _plain(value.to_dict())
+        return value.to_dict()
     if callable(value) and hasattr(value, "__qualname__"):
         return _name(value)
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
@@ -125,4 +113,4 @@ if __name__ == "__main__":
     gc.disable()
     atexit.register(gc.freeze)
     found = {"tables": tables(), "models": [resolved(folder) for folder in sys.argv[1:]]}
-    print("SNAPSHOT" + json.dumps(found, sort_keys=True))
+    print("SNAPSHOT" + json.dumps(found, sort_keys=True, default=_plain))

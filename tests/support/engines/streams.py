@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 
+from tests.pairs.answers import Choice
 from tests.support.engines.server import MODEL, Server
 
 
@@ -13,18 +14,14 @@ class OrderedStream:
     """Reads one stream, and holds each event to what came before it.
 
     Attributes:
-        text: Each choice's committed text, by its index.
-        reasoning: Likewise.
-        arguments: Likewise, of all its tool calls.
-        frames: Likewise, in order.
+        choices: Each choice, by its index.
+        frames: Its frames, likewise, in order.
         step_maps: Likewise.
         num_tokens: Tokens of all choices, by the usage.
     """
 
     def __init__(self, server: Server, path: str, body: dict[str, Any]) -> None:
-        self.text: dict[int, str] = defaultdict(str)
-        self.reasoning: dict[int, str] = defaultdict(str)
-        self.arguments: dict[int, str] = defaultdict(str)
+        self.choices: dict[int, Choice] = defaultdict(Choice)
         self.frames: dict[int, list[dict[str, Any]]] = defaultdict(list)
         self.step_maps: dict[int, list[dict[str, Any]]] = defaultdict(list)
         self.num_tokens = 0
@@ -44,23 +41,29 @@ class OrderedStream:
             last = [frame for frame in frames if frame["is_last"]]
             assert [frame["block"] for frame in last] == list(range(len(last)))
             assert frames[-1]["is_last"]
-            assert "".join(frame["text"] for frame in last) == self.text[index]
-            assert "".join(frame.get("reasoning", "") for frame in last) == self.reasoning[index]
+            committed = self.choices[index]
+            assert "".join(frame["text"] for frame in last) == committed.text
+            assert "".join(frame.get("reasoning", "") for frame in last) == committed.thought
             calls = [call for frame in last for call in frame.get("tool_calls", ())]
-            assert _arguments(calls) == self.arguments[index]
+            arguments = [(call.get("function") or {}).get("arguments") or "" for call in calls]
+            assert "".join(arguments) == self.arguments(index)
         assert self.num_tokens == sum(
             frame["num_tokens"] for of in self.frames.values() for frame in of if frame["is_last"]
         )
+
+    def arguments(self, index: int) -> str:
+        """Return the arguments of all tool calls of a choice."""
+        return "".join(call["arguments"] for call in self.choices[index].calls)
 
     def _take(self, chunk: dict[str, Any]) -> None:
         assert "error" not in chunk, chunk
         if usage := chunk.get("usage"):
             self.num_tokens = usage["completion_tokens"]
         for choice in chunk["choices"]:
-            index, delta = choice["index"], choice.get("delta") or {}
+            index = choice["index"]
             if chunk.get("type") == "diffusion_frame":
                 # What is before the canvas has come, and nothing of the canvas has.
-                assert chunk["offset"] == len(self.text[index])
+                assert chunk["offset"] == len(self.choices[index].text)
                 self.frames[index].append(chunk)
             elif chunk.get("type") == "diffusion_step_map":
                 # Behind the canvas's last frame.
@@ -69,10 +72,4 @@ class OrderedStream:
                 assert self.frames[index][-1]["num_tokens"] == len(chunk["steps"])
                 self.step_maps[index].append(chunk)
             else:
-                self.text[index] += (choice.get("text") or "") + (delta.get("content") or "")
-                self.reasoning[index] += delta.get("reasoning") or ""
-                self.arguments[index] += _arguments(delta.get("tool_calls") or ())
-
-
-def _arguments(calls: Any) -> str:
-    return "".join((call.get("function") or {}).get("arguments") or "" for call in calls)
+                self.choices[index].take(choice)

@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 
-from tests.support.engines.server import MODEL, Server, start_server
+from tests.support.engines.server import Server, start_server
 from vllm_diffusion.checkpoints import shipped_checkpoint, shipped_draft
 from vllm_diffusion.drafting.reference import ReferenceDraft, load_draft, save_draft
 
@@ -85,16 +84,13 @@ def greedy_answers() -> dict[str, list[int]]:
 def greedy_answer(server: Server, question: str, **headers: str) -> list[int]:
     """Return the token ids of a greedy answer."""
     body: dict[str, Any] = {
-        "model": MODEL,
         "messages": [{"role": "user", "content": question}],
         "temperature": 0,
         "max_tokens": MAX_TOKENS,
         "return_token_ids": True,
         "cache_salt": str(next(_salts)),
     }
-    answer = httpx.post(
-        f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=300
-    )
+    answer = server.post("/v1/chat/completions", body, **headers)
     assert answer.status_code == 200, answer.text
     tokens: list[int] = answer.json()["choices"][0]["token_ids"]
     return tokens
