@@ -25,7 +25,7 @@ from vllm_diffusion.cli.client import ServerError, read_metrics
 from vllm_diffusion.cli.console import CommandError, say
 from vllm_diffusion.cli.server import process_tree
 from vllm_diffusion.drafting.accepted import MARGIN
-from vllm_diffusion.drafting.commands.swap_draft import add_server, ask_draft, swap
+from vllm_diffusion.drafting.commands.swap_draft import add_server, ask_draft
 from vllm_diffusion.drafting.commands.train_draft import COMPARISON, add_training
 from vllm_diffusion.drafting.recording import read_recording
 
@@ -280,7 +280,7 @@ class _Rounds:
                 return
             trained.rename(new)
         try:
-            print(f"{swap(arguments, new)['model']} is served.", flush=True)
+            print(f"{ask_draft(arguments, new)['model']} is served.", flush=True)
         except ServerError as error:
             say(f"{new} was not taken: {error}")
 

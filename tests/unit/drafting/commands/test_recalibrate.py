@@ -46,11 +46,11 @@ def test_round_without_a_swap(
             (trained / "comparison.json").write_text(json.dumps(figures))
         return ""
 
-    swap = mock.Mock(side_effect=ServerError("it does not fit"))
+    # The answer with the served draft, and then the refusal of a new one.
+    ask = mock.Mock(side_effect=[{"model": tmp_path}] * 2 + [ServerError("it does not fit")])
     monkeypatch.setattr(recalibrate, "_is_busy", lambda _: False)
     monkeypatch.setattr(recalibrate, "end_with_signals", lambda: None)
-    monkeypatch.setattr(recalibrate, "ask_draft", lambda _: {"model": tmp_path})
-    monkeypatch.setattr(recalibrate, "swap", swap)
+    monkeypatch.setattr(recalibrate, "ask_draft", ask)
     monkeypatch.setattr(IdleWork, "run", run)
     words: list[Any] = ["--url", "http://127.0.0.1:9", "--target", "the/target"]
     words += ["--recording", recording, "--drafts", drafts]
@@ -60,7 +60,7 @@ def test_round_without_a_swap(
     monkeypatch.setattr(recalibrate.time, "sleep", mock.Mock(side_effect=KeyboardInterrupt))
     assert status_of("calibrate", "online", *words) == 130
     assert said in capsys.readouterr().err
-    assert swap.called is is_kept
+    assert (ask.call_count == 3) is is_kept
     assert bool([*drafts.iterdir()]) is is_kept
 
 
