@@ -42,8 +42,6 @@ class Contender:
         options: Options of ``vllm serve``, in addition to those of all.
         way: Way in which a diffusion model decodes, where ways are compared; empty where drafts
             are.
-        by_turns: Ways that its requests choose, one after another and again; an empty one chooses
-            none.
         card: Lowest figure of tokens per verification that its draft's publisher gives; 0 if none
             is known, or if its drafts are adaptive.
     """
@@ -51,7 +49,6 @@ class Contender:
     name: str
     options: tuple[str, ...] = ()
     way: str = ""
-    by_turns: tuple[str, ...] = ("",)
     card: float = 0.0
 
 
@@ -166,7 +163,7 @@ def _by_way(method: Method) -> Contender:
     chosen: dict[str, dict[str, Any]] = {DIFFUSION: {}, MIXED: {"rules": "all"}}
     section = chosen.get(way, {"rule": way}) | settings
     options = ("--additional-config", json.dumps({"diffusion": section})) if section else ()
-    return Contender(text, options, way, ("", *EXACT) if way == MIXED else ("",))
+    return Contender(text, options, way)
 
 
 def _dflash_options(model: str, settings: dict[str, Any]) -> tuple[str, ...]:

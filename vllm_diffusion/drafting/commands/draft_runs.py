@@ -27,7 +27,7 @@ from vllm_diffusion.cli.client import (
 from vllm_diffusion.cli.console import say
 from vllm_diffusion.cli.server import Server, vllm_serve
 from vllm_diffusion.drafting.accepted import Verifications
-from vllm_diffusion.drafting.commands.contenders import Contender
+from vllm_diffusion.drafting.commands.contenders import EXACT, MIXED, Contender
 from vllm_diffusion.drafting.commands.prompt_sets import Prompt, answer
 
 if TYPE_CHECKING:
@@ -239,9 +239,7 @@ def _ask_all(running: Sequence[tuple[Result, Server]], plan: Plan) -> None:
                     if result.failure:
                         continue
                     try:
-                        answered = _ask(
-                            server, task, plan, concurrency, index, result.contender.by_turns
-                        )
+                        answered = _ask(server, result.contender, task, plan, concurrency, index)
                     except (AnswerError, ServerError) as error:
                         result.failure = f"{task}: {error}"
                         say(f"         {result.contender.name}: {result.failure}")
@@ -251,12 +249,7 @@ def _ask_all(running: Sequence[tuple[Result, Server]], plan: Plan) -> None:
 
 
 def _ask(
-    server: Server,
-    task: str,
-    plan: Plan,
-    concurrency: int,
-    index: int,
-    by_turns: Sequence[str],
+    server: Server, contender: Contender, task: str, plan: Plan, concurrency: int, index: int
 ) -> Round:
     client = openai_client(server.url, server.api_key)
     options = {
@@ -268,8 +261,10 @@ def _ask(
     used = processor_seconds(server.processes())
     start = time.perf_counter()
     with ThreadPoolExecutor(concurrency) as pool:
-        # The pool reads its arguments ahead: as many as there are prompts.
-        turns = islice(cycle(by_turns), len(plan.tasks[task]))
+        # Where all ways are mixed, requests choose none and each of the others in turn. The pool
+        # reads its arguments ahead: as many as there are prompts.
+        chosen = ("", *EXACT) if contender.way == MIXED else ("",)
+        turns = islice(cycle(chosen), len(plan.tasks[task]))
         bodies = [{"vllm_xargs": {"diffusion_rule": way}} if way else {} for way in turns]
         answers = tuple(
             pool.map(lambda each, own: answer(client, each, options, own), plan.tasks[task], bodies)
