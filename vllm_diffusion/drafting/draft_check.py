@@ -283,29 +283,18 @@ def check_fit(
     Raises:
         ValueError: Naming the field, what it is, and the remedy.
     """
-    for name in ("vocab_size",) if by_stock else ("vocab_size", "draft_vocab_size"):
-        size = getattr(draft, name, None)
-        if size not in (None, vocab_size):
+    sizes = {"vocab_size": vocab_size, "target_hidden_size": hidden_size}
+    if not by_stock:
+        sizes |= {"draft_vocab_size": vocab_size, "num_target_layers": num_layers}
+    if not by_stock or getattr(draft, "target_hidden_size", None) is None:
+        sizes["hidden_size"] = hidden_size
+    for name, size in sizes.items():
+        value = getattr(draft, name, None)
+        if value not in (None, size):
             raise ValueError(
-                f"{where}: {name}={size!r} is not the target's {vocab_size}, whose embedding and "
+                f"{where}: {name}={value!r} is not the target's {size}, whose hidden states, embedding and "
                 "output head the draft uses; give a draft that was trained for this target."
             )
-    widths = ["hidden_size", "target_hidden_size"]
-    if by_stock and getattr(draft, "target_hidden_size", None) is not None:
-        widths.remove("hidden_size")
-    for name in widths:
-        size = getattr(draft, name, None)
-        if size not in (None, hidden_size):
-            raise ValueError(
-                f"{where}: {name}={size!r} is not the target's {hidden_size}; give a draft that was "
-                "trained for this target."
-            )
-    trained_for = getattr(draft, "num_target_layers", None)
-    if trained_for not in (None, num_layers) and not by_stock:
-        raise ValueError(
-            f"{where}: num_target_layers={trained_for!r}, but the target has {num_layers} layers; "
-            "give a draft that was trained for this target."
-        )
     name, layers, first = "dflash_config.target_layer_ids", None, 0
     if by_stock:
         name, layers, first = stock_target_layers(draft)

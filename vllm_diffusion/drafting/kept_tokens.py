@@ -70,11 +70,9 @@ class KeptTokens:
         tokens = 1 + kept / number
         text = f"The draft {self._model} gives {tokens:.2f} tokens a verification, the mean of {number}"
         card = _comparable(preset_of(self._model), drafted / number)
-        if card is None:
-            logger.info("%s.", text)
-            return
-        text = f"{text}; its publisher gives {card.figures}"
-        if tokens >= CLEARLY_LOWER * card.least_kept:
+        if card is not None:
+            text = f"{text}; its publisher gives {card.figures}"
+        if card is None or tokens >= CLEARLY_LOWER * card.least_kept:
             logger.info("%s.", text)
             return
         logger.warning(

@@ -18,10 +18,10 @@ import threading
 import time
 import zlib
 from array import array
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Annotated, Any
 
 import msgspec
@@ -319,49 +319,40 @@ class Recorder:
         """
         self._ring, self._warn = ring, warn
         self._lock = ring.lock()
-        self._pending: deque[tuple[float, Sequence[int], Sequence[int]]] = deque()
-        self._pending_tokens = 0
+        # ``None`` ends the thread.
+        self._pending: SimpleQueue[tuple[float, Sequence[int], Sequence[int]] | None]
+        self._pending = SimpleQueue()
+        # Tokens so far; each number is counted by one thread alone.
+        self._num_queued = self._num_written = 0
         self._is_closed = self._has_warned = False
-        self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
         self._thread.start()
 
     def add(self, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> None:
         """Queue an exchange. Neither sequence may change afterwards."""
-        num_tokens = len(prompt_token_ids) + len(output_token_ids)
-        with self._changed:
-            is_lost = self._pending_tokens + num_tokens > _MAX_PENDING_TOKENS
-            if not is_lost:
-                self._pending.append((time.time(), prompt_token_ids, output_token_ids))
-                self._pending_tokens += num_tokens
-                self._changed.notify()
-        if is_lost:
+        num_queued = self._num_queued + len(prompt_token_ids) + len(output_token_ids)
+        if num_queued - self._num_written > _MAX_PENDING_TOKENS:
             self._lose("its disk is slower than the traffic")
+            return
+        self._num_queued = num_queued
+        self._pending.put((time.time(), prompt_token_ids, output_token_ids))
 
     def close(self) -> None:
         """Write pending exchanges, for a few seconds at most, and release the files."""
-        with self._changed:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            self._changed.notify()
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._pending.put(None)
         self._thread.join(_CLOSE_SECONDS)
         os.close(self._lock)
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._pending or self._is_closed)
-                taken = list(self._pending)
-                self._pending.clear()
-            if not taken:
-                return
+        while (exchange := self._pending.get()) is not None:
             try:
-                self._ring.append([_line(*each) for each in taken])
+                self._ring.append([_line(*exchange)])
             except OSError as error:
                 self._lose(error.strerror or str(error))
-            with self._changed:
-                self._pending_tokens -= sum(len(each[1]) + len(each[2]) for each in taken)
+            self._num_written += len(exchange[1]) + len(exchange[2])
 
     def _lose(self, why: str) -> None:
         if not self._has_warned:

@@ -134,7 +134,7 @@ REFUSED_OF_STOCK: list[tuple[dict[str, Any], str, str]] = [
         # Of either class.
         *((changes, message) for changes, message, _ in REFUSED_OF_STOCK[:6]),
         ({"draft_vocab_size": 99}, "draft_vocab_size=99 is not the target's 320"),
-        ({"num_target_layers": 5}, "num_target_layers=5, but the target has 4 layers"),
+        ({"num_target_layers": 5}, "num_target_layers=5 is not the target's 4, "),
         (dflash(target_layer_ids=[0, 3]), r"target_layer_ids=\[0, 3\] must .* 0 to 2"),
         (dflash(target_layer_ids=[True]), r"target_layer_ids=\[True\] must list"),
         ({"dflash_config": None}, "target_layer_ids=None must list"),

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3Model
+from transformers import Qwen3Config, Qwen3Model
 
-from tests.support.models.drafts import greedy_tokens
+from tests.support.models import drafts
+from tests.support.models.drafts import HIDDEN, MASK, VOCAB, greedy_tokens
 from vllm_diffusion.drafting.reference import (
     ReferenceDraft,
     draft_config,
@@ -21,46 +22,18 @@ from vllm_diffusion.drafting.reference import (
 from vllm_diffusion.drafting.reference_draft import build_target_layer_ids, reach_of_layer
 from vllm_diffusion.drafting.reveal_block import SCHEDULES
 
-VOCAB, MASK, BLOCK = 48, 47, 6
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-}
-
-
-def loud(model: torch.nn.Module, seed: int) -> None:
-    """Set random weights whose distributions are far from uniform."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                noise = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(noise * 1.5 / parameter.shape[1] ** 0.5)
+BLOCK = 6
 
 
 @pytest.fixture(scope="module", params=["qwen3", "llama"])
 def target(request):
-    if request.param == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16))
-    else:
-        model = LlamaForCausalLM(LlamaConfig(**SIZES))
-    loud(model, 1)
-    return model.eval()
+    return drafts.target_model(request.param, num_hidden_layers=5)
 
 
 def make_draft(target, **changes) -> ReferenceDraft:
-    config = draft_config(
-        target.config, num_layers=2, block_size=BLOCK, mask_token_id=MASK, **changes
-    )
-    draft = ReferenceDraft(config)
-    loud(draft, 2)
-    return draft.eval()
+    torch.manual_seed(2)
+    sizes = {"num_layers": 2, "block_size": BLOCK, "mask_token_id": MASK}
+    return ReferenceDraft(draft_config(target.config, **sizes | changes)).eval()
 
 
 def prompt_of(length: int, seed: int = 0) -> torch.Tensor:
@@ -73,9 +46,9 @@ def test_causal_draft_is_qwen3(known: int, window: int | None) -> None:
     """One causal layer whose features are the embeddings reads a context as Qwen3 reads a
     prefix.
     """
-    config = Qwen3Config(
-        **SIZES | {"num_hidden_layers": 1},
-        head_dim=16,
+    draft = drafts.random_draft(
+        4,
+        num_hidden_layers=1,
         layer_types=["full_attention" if window is None else "sliding_attention"],
         sliding_window=window,
         use_sliding_window=window is not None,
@@ -83,19 +56,17 @@ def test_causal_draft_is_qwen3(known: int, window: int | None) -> None:
         block_size=BLOCK,
         dflash_config={"mask_token_id": MASK, "target_layer_ids": [1]},
     )
-    draft, oracle = ReferenceDraft(config), Qwen3Model(config)
-    loud(draft, 4)
+    oracle = Qwen3Model(draft.config)
     with torch.no_grad():
-        draft.fc.weight.copy_(torch.eye(32))
-        draft.layers[0].input_layernorm.weight.uniform_(0.5, 1.5)
+        draft.fc.weight.copy_(torch.eye(HIDDEN))
         draft.hidden_norm.weight.copy_(draft.layers[0].input_layernorm.weight)
     missing, unexpected = oracle.load_state_dict(draft.state_dict(), strict=False)
     assert missing == ["embed_tokens.weight"]
     assert sorted(unexpected) == ["fc.weight", "hidden_norm.weight"]
-    rows = torch.randn(2, known + BLOCK, 32)
+    rows = torch.randn(2, known + BLOCK, HIDDEN)
     at = torch.arange(known + BLOCK).expand(2, -1)
     # Two positions of the context are not before the anchor, and must not be seen.
-    seen = torch.cat([rows[:, :known], torch.randn(2, 2, 32)], 1)
+    seen = torch.cat([rows[:, :known], torch.randn(2, 2, HIDDEN)], 1)
     context = draft.context(seen, at[:, : known + 2])
     anchors = torch.full((2, BLOCK), known)
     found = draft(rows[:, known:], at[:, known:], anchors, context, at[:, : known + 2])
@@ -107,11 +78,11 @@ def test_window_in_both_directions(target) -> None:
     """A row of a bidirectional draft sees as far ahead as back, its own position counted."""
     draft = make_draft(target, window=3)
     assert reach_of_layer(draft.config, 0) == (3, False)
-    rows = torch.randn(1, BLOCK, 32)
+    rows = torch.randn(1, BLOCK, HIDDEN)
     at = 20 + torch.arange(BLOCK)[None]
     anchors = torch.full_like(at, 20)
     known = torch.arange(20)[None]
-    raw = torch.randn(1, 20, len(draft.target_layer_ids) * 32)
+    raw = torch.randn(1, 20, len(draft.target_layer_ids) * HIDDEN)
 
     def first_layer(raw, rows):
         context = draft.context(raw, known)[:1]
@@ -154,12 +125,10 @@ def test_reach_of_layer_is_vllms(changes: dict, expected: tuple) -> None:
 
     options = {k: changes[k] for k in ("use_swa", "swa_window_size", "causal") if k in changes}
     others = {k: v for k, v in changes.items() if k not in options}
-    config = Qwen3Config(**SIZES | {"num_hidden_layers": 1}, dflash_config=options)
+    config = Qwen3Config(num_hidden_layers=1, dflash_config=options)
     for name, value in {"layer_types": ["full_attention"], **others}.items():
         setattr(config, name, value)
-    assert tuple(reach_of_layer(config, 0)) == expected
-    if "layer_types" not in changes or changes["layer_types"] == ["sliding_attention"]:
-        assert _resolve_layer_attention(config, 0) == expected
+    assert reach_of_layer(config, 0) == _resolve_layer_attention(config, 0) == expected
 
 
 def test_checkpoint(target, tmp_path: Path) -> None:
@@ -198,9 +167,8 @@ def test_checkpoint(target, tmp_path: Path) -> None:
 )
 def test_bad_config(target, changes: dict, said: str) -> None:
     """A wrong field of a draft's configuration is refused by name."""
-    known = {"num_layers": 2, "block_size": BLOCK, "mask_token_id": MASK}
     with pytest.raises(ValueError, match=said):
-        draft_config(target.config, **known | changes)
+        make_draft(target, **changes)
 
 
 @pytest.mark.parametrize(

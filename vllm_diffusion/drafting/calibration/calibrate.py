@@ -1,9 +1,10 @@
-"""Calibration of a draft: training on a folder of samples, and an atomic write of the result."""
+"""Calibration of a draft: training on a folder of samples, an atomic write of the result, and the
+comparison with another draft by a replay of recorded answers.
+"""
 
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,8 +13,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from vllm_diffusion.drafting.accepted import Verifications
 from vllm_diffusion.drafting.calibration.picture import draw_training
 from vllm_diffusion.drafting.calibration.samples import (
+    Sample,
     is_held_out,
     read_sample,
     sample_files,
@@ -22,6 +25,7 @@ from vllm_diffusion.drafting.calibration.samples import (
 from vllm_diffusion.drafting.calibration.train import Progress, TrainSettings, measure, train
 from vllm_diffusion.drafting.draft_check import check_fit
 from vllm_diffusion.drafting.reference_draft import ReferenceDraft, load_draft, save_draft
+from vllm_diffusion.drafting.reveal_block import without_mask_token
 
 # Samples that progress is measured on.
 _MAX_HELD_OUT = 64
@@ -81,9 +85,9 @@ def calibrate(
     out: Path,
     settings: TrainSettings,
     *,
-    device: str = "cpu",
-    report: Callable[[Progress], None] = lambda progress: None,
-    clock: Callable[[], float] = time.monotonic,
+    device: str,
+    report: Callable[[Progress], None],
+    clock: Callable[[], float],
 ) -> list[Progress]:
     """Train a draft in place, and save it with a picture of the training, whole or not at all.
 
@@ -104,8 +108,6 @@ def calibrate(
         ValueError: Naming the field, the file or the option and the remedy, before anything is
             trained; and as :func:`~vllm_diffusion.drafting.calibration.train.train`.
     """
-    if out.exists():
-        raise ValueError(f"--out: {out} already exists; name a new folder.")
     learnt, held_out = split_samples(samples)
     check_fit(
         draft.config,
@@ -158,18 +160,13 @@ def split_samples(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _check_tokens(files: Sequence[Path], draft: ReferenceDraft) -> None:
-    """Check that all tokens are the target's, and none is the mask, which drafts never propose."""
+    """Check that no token is the mask, which drafts never propose."""
     for path in files:
         try:
             with safe_open(path, "pt") as tensors:
                 ids: Tensor = tensors.get_tensor("token_ids")
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{path} cannot be read: {error}; extract again.") from None
-        if int(ids.max()) >= draft.config.vocab_size or int(ids.min()) < 0:
-            raise ValueError(
-                f"{path} has tokens outside the target's vocabulary of {draft.config.vocab_size}; give "
-                "the target that it was extracted from."
-            )
         if bool((ids == draft.mask_token_id).any()):
             raise ValueError(
                 f"{path} contains the draft's mask_token_id={draft.mask_token_id}, which must be a "
@@ -192,3 +189,69 @@ def _save(draft: ReferenceDraft, history: Sequence[Progress], out: Path) -> None
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
+
+
+@torch.no_grad()
+def replay(
+    draft: ReferenceDraft, embed: nn.Module, head: nn.Module, samples: Iterable[Sample]
+) -> Verifications:
+    """Verify a draft, in one pass over each block, along each answer: without a server.
+
+    A recorded answer is the target's own, so a proposal is accepted exactly where it equals the
+    answer's next token. For greedy answers this is what a server counts; for sampled answers it is
+    the mean of what a server counts, since a token is in the answer as often as the target draws
+    it.
+
+    Args:
+        draft: Draft to verify; its device and dtype are used.
+        embed: The target's embedding, on the same device.
+        head: The target's output head.
+        samples: Samples that the draft was not trained on. Drafted tokens after the end of an
+            answer are not counted.
+    """
+    device, dtype = draft.fc.weight.device, draft.fc.weight.dtype
+    offsets = torch.arange(draft.block_size, device=device)[None]
+    lengths = []
+    for sample in samples:
+        ids = sample.token_ids.to(device)
+        rows = sample.hidden_states.flatten(1)[None].to(device, dtype)
+        known = torch.arange(len(ids), device=device)[None]
+        context = draft.context(rows, known)
+        # The pass over the prompt gives the target's first token.
+        anchor = max(sample.answer_start, 1)
+        while anchor < len(ids) - 1:
+            block = torch.full_like(offsets, draft.mask_token_id)
+            block[0, 0] = ids[anchor]
+            at = torch.full_like(offsets, anchor)
+            out = draft(embed(block), anchor + offsets, at, context, known)[:, 1:]
+            proposed = without_mask_token(head(out).float(), draft.mask_token_id).argmax(-1)[0]
+            following = ids[anchor + 1 : anchor + draft.block_size]
+            kept = int((proposed[: len(following)] == following).long().cumprod(0).sum())
+            lengths.append(kept)
+            anchor += kept + 1
+    return Verifications.of(lengths, draft.block_size - 1)
+
+
+def compare(
+    samples: Path, ends: TargetEnds, new: Path, old: Path, device: str
+) -> list[Verifications]:
+    """Replay the answers that are held out of training with two drafts.
+
+    Args:
+        samples: A folder of extracted hidden states.
+        ends: Embedding and output head of the target, on ``device``.
+        new: Folder of the new draft.
+        old: Folder of the old draft.
+        device: Torch device.
+
+    Returns:
+        Verifications of the new draft, and of the old one; none where nothing is held out.
+    """
+    _, files = split_samples(samples)
+    found = []
+    for folder in (new, old):
+        draft = load_draft(folder).to(device)
+        size = len(draft.target_layer_ids), draft.config.hidden_size
+        held_out = (read_sample(path, *size) for path in files)
+        found.append(replay(draft, ends.embed, ends.head, held_out))
+    return found

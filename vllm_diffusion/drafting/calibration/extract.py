@@ -55,7 +55,7 @@ def extract(
             prefix cache are set.
         exchanges: Exchanges to replay, oldest first.
         target_layer_ids: Layers whose outputs the draft reads, as its ``config.json`` has them.
-        out: A folder that is not there yet, or is empty.
+        out: A folder that is not there yet.
         max_bytes: Limit for all hidden states.
         max_length: Tokens of a sequence; the end of a longer one is left out.
 
@@ -63,8 +63,6 @@ def extract(
         ValueError: Before weights are loaded, naming the option or the field and the remedy; and
             after that if the engine gave something else than was requested.
     """
-    if out.exists() and any(out.iterdir()):
-        raise ValueError(f"--out: {out} is not empty; name a new folder.")
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -234,7 +232,7 @@ def _replay(
 
 
 def _keep(output: Any, exchange: Exchange, path: Path) -> None:
-    """Move a request's states to ``path`` atomically."""
+    """Move a request's states to ``path``."""
     from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
         cleanup_hidden_states,
         load_hidden_states,
@@ -248,7 +246,5 @@ def _keep(output: Any, exchange: Exchange, path: Path) -> None:
             f"The engine wrote no hidden states for {path.name}: {error}; is the disk full?"
         ) from None
     tensors["answer_start"] = torch.tensor(len(exchange.prompt_token_ids))
-    staged = path.with_suffix(".tmp")
-    save_file(tensors, staged)
-    staged.replace(path)
+    save_file(tensors, path)
     cleanup_hidden_states(written)

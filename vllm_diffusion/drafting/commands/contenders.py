@@ -4,12 +4,11 @@ model's own way to decode.
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm_diffusion.cli import values
-from vllm_diffusion.drafting.commands.draft_runs import Contender
-from vllm_diffusion.drafting.commands.draft_table import DIFFUSION, MIXED
 from vllm_diffusion.drafting.presets import preset_of
 
 DFLASH, ADAPTIVE, NGRAM = "dflash", "adaptive", "ngram"
@@ -20,6 +19,8 @@ METHODS = (
     *(DFLASH, ADAPTIVE, NGRAM, UNO, "eagle3", "draft_model"),
     *("dspark", "eagle", "mtp", "ngram_gpu", "suffix"),
 )
+# A diffusion model's own way, and all of its ways by turns; its others verify each token.
+DIFFUSION, MIXED = "diffusion", "mixed"
 # Ways of a diffusion model, in the order of the tables; the first two answer alike.
 EXACT = ("autoregressive", "linear_spec")
 WAYS = (*EXACT, DIFFUSION, MIXED)
@@ -31,6 +32,24 @@ _WITHOUT_A_DRAFT = (NGRAM, UNO, "mtp", "ngram_gpu", "suffix")
 _NUM_DRAFTS = 4
 # What vLLM looks for in the text so far: its own default is five tokens, no less.
 _NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A server of the target.
+
+    Attributes:
+        options: Options of ``vllm serve``, in addition to those of all.
+        way: Way in which a diffusion model decodes, where ways are compared; empty where drafts
+            are.
+        card: Lowest figure of tokens per verification that its draft's publisher gives; 0 if none
+            is known, or if its drafts are adaptive.
+    """
+
+    name: str
+    options: tuple[str, ...] = ()
+    way: str = ""
+    card: float = 0.0
 
 
 class Method(NamedTuple):
@@ -144,7 +163,7 @@ def _by_way(method: Method) -> Contender:
     chosen: dict[str, dict[str, Any]] = {DIFFUSION: {}, MIXED: {"rules": "all"}}
     section = chosen.get(way, {"rule": way}) | settings
     options = ("--additional-config", json.dumps({"diffusion": section})) if section else ()
-    return Contender(text, options, way, ("", *EXACT) if way == MIXED else ("",))
+    return Contender(text, options, way)
 
 
 def _dflash_options(model: str, settings: dict[str, Any]) -> tuple[str, ...]:

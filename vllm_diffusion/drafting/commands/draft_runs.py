@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import cycle, islice
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -26,8 +27,11 @@ from vllm_diffusion.cli.client import (
 from vllm_diffusion.cli.console import say
 from vllm_diffusion.cli.server import Server, vllm_serve
 from vllm_diffusion.drafting.accepted import Verifications
-from vllm_diffusion.drafting.commands.growth import Growth
+from vllm_diffusion.drafting.commands.contenders import EXACT, MIXED, Contender
 from vllm_diffusion.drafting.commands.prompt_sets import Prompt, answer
+
+if TYPE_CHECKING:
+    from prometheus_client.samples import Sample
 
 MODEL_NAME = "target"
 # Each round asks the same again.
@@ -37,27 +41,67 @@ _ERROR = r"(?:\w+\.)*\w*(?:Error|Exception): (?:\d+ validation errors? for .*\n.
 # Why a server did not start: as this package reports it, else vLLM's parser, else the first error,
 # which is the cause of those after it.
 _REASONS = (r"vllm-diffusion: .*", r"vllm[\w. ]*: error: \S.*", _ERROR)
+# Counters of a draft model, and of ``linear_spec``: a server has one of the two.
+_VERIFIED = ("vllm:spec_decode_num_drafts_total", "vllm_diffusion:verifications_total")
+_KEPT = (
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+    "vllm_diffusion:kept_tokens_per_position_total",
+)
+_PASSES = "vllm_diffusion:passes_total"
 
 
 @dataclass(frozen=True)
-class Contender:
-    """A server of the target.
+class Growth:
+    """Growth of a server's counters while it answered.
 
     Attributes:
-        options: Options of ``vllm serve``, in addition to those of all.
-        way: Way in which a diffusion model decodes, where ways are compared; empty where drafts
-            are.
-        by_turns: Ways that its requests choose, one after another and again; an empty one chooses
-            none.
-        card: Lowest figure of tokens per verification that its draft's publisher gives; 0 if none
-            is known, or if its drafts are adaptive.
+        requests: Answered requests.
+        tokens: Tokens of the answers.
+        first_token_seconds: Seconds from each request to its first token, summed.
+        verifications: Verified drafts.
+        passes: Passes of requests, those over prompts among them. A server that vLLM alone serves
+            does not count them: one for each token, which holds without a draft.
+        rows: Rows of these passes but for the prompts', likewise.
     """
 
-    name: str
-    options: tuple[str, ...] = ()
-    way: str = ""
-    by_turns: tuple[str, ...] = ("",)
-    card: float = 0.0
+    requests: float = 0.0
+    tokens: float = 0.0
+    first_token_seconds: float = 0.0
+    verifications: Verifications = Verifications()
+    passes: float = 0.0
+    rows: float = 0.0
+
+    @classmethod
+    def between(cls, before: Sequence[Sample], after: Sequence[Sample]) -> Growth:
+        """Subtract one look at the counters from a later one."""
+        was, now = totals(before), totals(after)
+        kept_before, kept = (
+            totals((each for each in samples if each.name in _KEPT), "position")
+            for samples in (before, after)
+        )
+        places = sorted(kept, key=int)
+
+        def grown(*names: str) -> float:
+            return sum(now.get(name, 0.0) - was.get(name, 0.0) for name in names)
+
+        requests, tokens = grown(ANSWERED), grown("vllm:generation_tokens_total")
+        # The pass over the prompt gives the first token, and the last one is in no pass.
+        passes, rows = tokens, tokens - requests
+        if _PASSES in now:
+            passes = grown(_PASSES)
+            rows = grown("vllm_diffusion:encode_rows_total", "vllm_diffusion:canvas_rows_total")
+            rows -= grown("vllm:prompt_tokens_total")
+        return cls(
+            requests,
+            tokens,
+            grown("vllm:time_to_first_token_seconds_sum"),
+            Verifications(
+                int(grown(*_VERIFIED)),
+                tuple(int(kept[at] - kept_before.get(at, 0.0)) for at in places),
+            ),
+            passes,
+            rows,
+        )
 
 
 @dataclass(frozen=True)
@@ -195,9 +239,7 @@ def _ask_all(running: Sequence[tuple[Result, Server]], plan: Plan) -> None:
                     if result.failure:
                         continue
                     try:
-                        answered = _ask(
-                            server, task, plan, concurrency, index, result.contender.by_turns
-                        )
+                        answered = _ask(server, result.contender, task, plan, concurrency, index)
                     except (AnswerError, ServerError) as error:
                         result.failure = f"{task}: {error}"
                         say(f"         {result.contender.name}: {result.failure}")
@@ -207,12 +249,7 @@ def _ask_all(running: Sequence[tuple[Result, Server]], plan: Plan) -> None:
 
 
 def _ask(
-    server: Server,
-    task: str,
-    plan: Plan,
-    concurrency: int,
-    index: int,
-    by_turns: Sequence[str],
+    server: Server, contender: Contender, task: str, plan: Plan, concurrency: int, index: int
 ) -> Round:
     client = openai_client(server.url, server.api_key)
     options = {
@@ -224,8 +261,10 @@ def _ask(
     used = processor_seconds(server.processes())
     start = time.perf_counter()
     with ThreadPoolExecutor(concurrency) as pool:
-        # The pool reads its arguments ahead: as many as there are prompts.
-        turns = islice(cycle(by_turns), len(plan.tasks[task]))
+        # Where all ways are mixed, requests choose none and each of the others in turn. The pool
+        # reads its arguments ahead: as many as there are prompts.
+        chosen = ("", *EXACT) if contender.way == MIXED else ("",)
+        turns = islice(cycle(chosen), len(plan.tasks[task]))
         bodies = [{"vllm_xargs": {"diffusion_rule": way}} if way else {} for way in turns]
         answers = tuple(
             pool.map(lambda each, own: answer(client, each, options, own), plan.tasks[task], bodies)

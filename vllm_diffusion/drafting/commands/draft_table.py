@@ -5,6 +5,7 @@ from statistics import median
 
 from vllm_diffusion.cli.console import table
 from vllm_diffusion.drafting.accepted import Verifications
+from vllm_diffusion.drafting.commands.contenders import DIFFUSION, MIXED
 from vllm_diffusion.drafting.commands.draft_runs import (
     Plan,
     Result,
@@ -14,8 +15,6 @@ from vllm_diffusion.drafting.commands.draft_runs import (
 )
 
 _NOT_KNOWN = "-"
-# A diffusion model's own way, and all of its ways by turns; its others verify each token.
-DIFFUSION, MIXED = "diffusion", "mixed"
 
 
 def tables(results: Sequence[Result], plan: Plan) -> str:
@@ -58,53 +57,41 @@ def ratios(
     return [ours / theirs for ours, theirs in pairs]
 
 
-def processor_ratios(rounds: Sequence[Round], baseline: Sequence[Round]) -> list[float]:
-    """Compute :func:`ratios` of processor seconds; nothing where a round is too short for their
-    clock.
-    """
-    if not all(each.processor_seconds for each in (*rounds, *baseline)):
-        return []
-    return ratios(rounds, baseline, lambda r: r.processor_seconds)
-
-
 def _titled(title: str, rows: Sequence[Sequence[str]]) -> str:
     return f"{title}\n{table(rows, indent='  ', figures=True)}"
 
 
 def _speeds(concurrency: int, whole: Sequence[Result], baseline: Result, plan: Plan) -> str:
-    rows = [_speed(each, baseline, concurrency) for each in whole]
-    if any(each.contender.card for each in whole):
-        for row, each in zip(rows, whole, strict=True):
-            share = of_the_card(each, concurrency)
-            row["of the card's"] = f"{share:.2f}" if share is not None else _NOT_KNOWN
-    same = [_same_tokens(each, baseline, plan) for each in whole]
-    if any(each is not None for each in same):
-        for row, is_same in zip(rows, same, strict=True):
-            row["same tokens"] = {True: "yes", False: "NO", None: _NOT_KNOWN}[is_same]
-    return _titled(
-        f"{concurrency} at a time", [list(rows[0]), *(list(row.values()) for row in rows)]
-    )
+    rows = [_speed(each, baseline, concurrency, plan) for each in whole]
+    heads = [head for head in rows[0] if any(row[head] is not None for row in rows)]
+    cells = ([row[head] or _NOT_KNOWN for head in heads] for row in rows)
+    return _titled(f"{concurrency} at a time", [heads, *cells])
 
 
-def _same_tokens(result: Result, baseline: Result, plan: Plan) -> bool | None:
+def _same_tokens(result: Result, baseline: Result, plan: Plan) -> str | None:
     """Return whether greedy answers are the same; ``None`` where it is not promised: a canvas has
     another law.
     """
     has_canvases = {DIFFUSION, MIXED} & {result.contender.way, baseline.contender.way}
     if plan.temperature or baseline.failure or has_canvases:
         return None
-    return result.answers_as(baseline)
+    return "yes" if result.answers_as(baseline) else "NO"
 
 
-def _speed(result: Result, baseline: Result, concurrency: int) -> dict[str, str]:
-    """Return one row, by the heads of its columns."""
+def _speed(result: Result, baseline: Result, concurrency: int, plan: Plan) -> dict[str, str | None]:
+    """Return one row, by the heads of its columns; a column that has ``None`` in all rows is left
+    out.
+    """
     rounds, others = result.of(concurrency), baseline.of(concurrency)
     times = [] if baseline.failure else ratios(rounds, others)
-    used = [] if baseline.failure else processor_ratios(rounds, others)
+    used: list[float] = []
+    # A round may be too short for the clock of processors.
+    if not baseline.failure and all(each.processor_seconds for each in (*rounds, *others)):
+        used = ratios(rounds, others, lambda r: r.processor_seconds)
     counts = [each.counted for each in rounds]
     # Mean over all requests.
     first_token = sum(n.first_token_seconds for n in counts) / sum(n.requests for n in counts)
-    row = {
+    row: dict[str, str | None] = {
         "way" if result.contender.way else "draft": result.contender.name,
         "tokens/s": f"{median(rates(rounds)):.1f}",
         "ratio": f"{median(times):.2f}" if times else _NOT_KNOWN,
@@ -113,14 +100,19 @@ def _speed(result: Result, baseline: Result, concurrency: int) -> dict[str, str]
         "first token ms": f"{1000 * first_token:.1f}",
     }
     verified = verifications(rounds)
-    if not result.contender.way:
-        return row | {"tokens/verification": _tokens(verified)}
-    tokens = sum(n.tokens for n in counts)
-    return row | {
-        "kept/draft": f"{verified.tokens - 1:.2f}" if verified.number else _NOT_KNOWN,
-        "passes/token": f"{sum(n.passes for n in counts) / tokens:.2f}",
-        "rows/token": f"{sum(n.rows for n in counts) / tokens:.2f}",
-    }
+    if result.contender.way:
+        tokens = sum(n.tokens for n in counts)
+        row |= {
+            "kept/draft": f"{verified.tokens - 1:.2f}" if verified.number else _NOT_KNOWN,
+            "passes/token": f"{sum(n.passes for n in counts) / tokens:.2f}",
+            "rows/token": f"{sum(n.rows for n in counts) / tokens:.2f}",
+        }
+    else:
+        row["tokens/verification"] = _tokens(verified)
+    share = of_the_card(result, concurrency)
+    row["of the card's"] = None if share is None else f"{share:.2f}"
+    row["same tokens"] = _same_tokens(result, baseline, plan)
+    return row
 
 
 def _tokens(verified: Verifications) -> str:
@@ -144,28 +136,14 @@ def _verified(drafted: Sequence[Result], plan: Plan) -> list[str]:
     """Write what verifications kept, in all rounds."""
     if not drafted:
         return []
-    names = [each.contender.name for each in drafted]
     shares = [verifications(each.rounds).by_position for each in drafted]
-    tasks = [
-        [_tokens(verifications(each.of(task=task))) for task in plan.tasks] for each in drafted
-    ]
-    most = max(map(len, shares))
+    by_position = [["position", *map(str, range(1, max(map(len, shares)) + 1))]]
+    by_task = [["task", *plan.tasks]]
+    for each, kept in zip(drafted, shares, strict=True):
+        name = each.contender.name
+        by_position.append([name, *(f"{100 * share:.0f}" for share in kept)])
+        by_task.append([name, *(_tokens(verifications(each.of(task=task))) for task in plan.tasks)])
     return [
-        _titled(
-            "Percent of verifications that kept the token at a position",
-            [
-                ["position", *map(str, range(1, most + 1))],
-                *(
-                    [name, *(f"{100 * share:.0f}" for share in kept)]
-                    for name, kept in zip(names, shares, strict=True)
-                ),
-            ],
-        ),
-        _titled(
-            "Tokens a verification by task",
-            [
-                ["task", *plan.tasks],
-                *([name, *row] for name, row in zip(names, tasks, strict=True)),
-            ],
-        ),
+        _titled("Percent of verifications that kept the token at a position", by_position),
+        _titled("Tokens a verification by task", by_task),
     ]

@@ -25,7 +25,7 @@ from vllm_diffusion.cli.client import ServerError, read_metrics
 from vllm_diffusion.cli.console import CommandError, say
 from vllm_diffusion.cli.server import process_tree
 from vllm_diffusion.drafting.accepted import MARGIN
-from vllm_diffusion.drafting.commands.swap_draft import add_server, ask_draft, swap
+from vllm_diffusion.drafting.commands.swap_draft import add_server, ask_draft
 from vllm_diffusion.drafting.commands.train_draft import COMPARISON, add_training
 from vllm_diffusion.drafting.recording import read_recording
 
@@ -40,88 +40,73 @@ _IDLE_SECONDS = 30.0
 
 
 class IdleWorkError(Exception):
-    """A command failed or reached a cap. The message is for the user."""
+    """The training failed or reached a cap. The message is for the user."""
 
 
-@dataclass
-class IdleWork:
-    """Runner of commands, one after the other, while the server is idle.
+def run_while_idle(
+    command: Sequence[str], is_busy: Callable[[], bool], seconds: float, max_bytes: int
+) -> float:
+    """Run a training to its end, and halt it while the server is busy.
 
-    Attributes:
+    A signal halts all processes of the command; they keep their memory.
+
+    Args:
+        command: Program and arguments.
         is_busy: Returns true while the server has work; called twice a second.
-        seconds: Limit for all commands together; time in which they are halted does not count.
-        max_bytes: Limit for the memory of all processes of a command.
-        report: Called with a line when a command is halted and when it goes on.
-        spent: Seconds that the commands have run so far.
+        seconds: Limit for the time; that in which the command is halted does not count.
+        max_bytes: Limit for the memory of all of its processes.
+
+    Returns:
+        Seconds that it ran.
+
+    Raises:
+        IdleWorkError: If it fails, or exceeds a limit: it is killed then.
     """
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        process = subprocess.Popen(
+            # Lowest priority: a process takes only the CPU time that others leave.
+            ["nice", "-n", "19", *command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            # A group of its own, for signals to all of its processes.
+            start_new_session=True,
+        )
+        try:
+            spent = _watch(process, is_busy, seconds, max_bytes)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        lines = output.read().splitlines()
+    if process.returncode:
+        last = next((line for line in reversed(lines) if line.strip()), "")
+        raise IdleWorkError(f"training failed: {last}")
+    return spent
 
-    is_busy: Callable[[], bool]
-    seconds: float
-    max_bytes: int
-    report: Callable[[str], None]
-    spent: float = field(default=0.0, init=False)
 
-    def run(self, name: str, command: Sequence[str]) -> str:
-        """Run one command to its end.
-
-        While the server is busy, a signal halts all processes of the command; they keep their
-        memory.
-
-        Args:
-            name: Name of the command in messages.
-            command: Program and arguments.
-
-        Returns:
-            Output of the command, errors included.
-
-        Raises:
-            IdleWorkError: If it fails, or exceeds a limit: it is killed then.
-        """
-        with tempfile.TemporaryFile("w+", errors="replace") as output:
-            process = subprocess.Popen(
-                # Lowest priority: a process takes only the CPU time that others leave.
-                ["nice", "-n", "19", *command],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                # A group of its own, for signals to all of its processes.
-                start_new_session=True,
-            )
-            try:
-                self._watch(name, process)
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            output.seek(0)
-            printed = output.read()
-        if process.returncode:
-            last = next((line for line in reversed(printed.splitlines()) if line.strip()), "")
-            raise IdleWorkError(f"{name} failed: {last}")
-        return printed
-
-    def _watch(self, name: str, process: subprocess.Popen[bytes]) -> None:
-        is_halted = False
-        then = time.monotonic()
-        while process.poll() is None:
-            time.sleep(_HALT_SECONDS)
-            now = time.monotonic()
-            if not is_halted:
-                self.spent += now - then
-            then = now
-            if self.spent >= self.seconds:
-                raise IdleWorkError(f"{name} reached the cap of {self.seconds / 60:g} minutes.")
-            if _bytes_of(process.pid) > self.max_bytes:
-                raise IdleWorkError(
-                    f"{name} reached the cap of {self.max_bytes / 2**30:g} GiB of memory."
-                )
-            if self.is_busy() != is_halted:
-                is_halted = not is_halted
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGSTOP if is_halted else signal.SIGCONT)
-                self.report(
-                    f"{name}: halted, the server has work" if is_halted else f"{name}: goes on"
-                )
+def _watch(
+    process: subprocess.Popen[bytes], is_busy: Callable[[], bool], seconds: float, max_bytes: int
+) -> float:
+    is_halted = False
+    spent, then = 0.0, time.monotonic()
+    while process.poll() is None:
+        time.sleep(_HALT_SECONDS)
+        now = time.monotonic()
+        if not is_halted:
+            spent += now - then
+        then = now
+        if spent >= seconds:
+            raise IdleWorkError(f"training reached the cap of {seconds / 60:g} minutes.")
+        if _bytes_of(process.pid) > max_bytes:
+            raise IdleWorkError(f"training reached the cap of {max_bytes / 2**30:g} GiB of memory.")
+        if is_busy() != is_halted:
+            is_halted = not is_halted
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGSTOP if is_halted else signal.SIGCONT)
+            say("training: halted, the server has work" if is_halted else "training: goes on")
+    return spent
 
 
 def _bytes_of(pid: int) -> int:
@@ -248,12 +233,6 @@ class _Rounds:
     def run(self) -> None:
         """Train, compare, swap. What fails ends the round, and the served draft stays."""
         arguments = self.arguments
-        work = IdleWork(
-            lambda: _is_busy(arguments.url),
-            arguments.minutes * 60,
-            int(arguments.gib * 2**30),
-            say,
-        )
         old = _served(arguments)
         arguments.drafts.mkdir(parents=True, exist_ok=True)
         new = arguments.drafts.absolute() / datetime.now().strftime("%Y-%m-%d-%H%M%S")
@@ -264,7 +243,12 @@ class _Rounds:
             command += ["--out", str(trained), "--minutes", str(arguments.minutes)]
             command += ["--device", arguments.device, "--disk-gib", str(arguments.disk_gib)]
             try:
-                work.run("training", [*command, *arguments.vllm_options])
+                spent = run_while_idle(
+                    [*command, *arguments.vllm_options],
+                    lambda: _is_busy(arguments.url),
+                    arguments.minutes * 60,
+                    int(arguments.gib * 2**30),
+                )
                 if not (trained / COMPARISON).is_file():
                     raise IdleWorkError("no recorded answers are held out to compare drafts on.")
                 figures = json.loads((trained / COMPARISON).read_text(encoding="utf-8"))
@@ -273,14 +257,14 @@ class _Rounds:
                 return
             say(
                 f"On held-out answers: {figures['new']:.2f} tokens a verification, and {figures['old']:.2f} of the "
-                f"served draft; {work.spent / 60:.1f} minutes."
+                f"served draft; {spent / 60:.1f} minutes."
             )
             if not figures["is_better"]:
                 say(f"That is not {100 * MARGIN:.0f} % more: {old} is served on.")
                 return
             trained.rename(new)
         try:
-            print(f"{swap(arguments, new)['model']} is served.", flush=True)
+            print(f"{ask_draft(arguments, new)['model']} is served.", flush=True)
         except ServerError as error:
             say(f"{new} was not taken: {error}")
 

@@ -19,21 +19,19 @@ if TYPE_CHECKING:
 _SECONDS = 600.0
 
 
-def ask_draft(
-    arguments: argparse.Namespace, method: str = "GET", body: dict[str, Any] | None = None
-) -> dict[str, Any]:
+def ask_draft(arguments: argparse.Namespace, new: Path | None = None) -> dict[str, Any]:
     """Ask the endpoint of a server's draft, and return its answer.
 
     Args:
         arguments: Values of :func:`add_server`.
-        method: GET, or POST to have another draft take its place.
-        body: The new draft.
+        new: Folder of a draft that takes the served one's place; ``None`` only asks for that.
 
     Raises:
         ServerError: With the server's reason; its draft is the old one.
     """
     url = arguments.url + PATH
     api_key = arguments.api_key or os.environ.get(KEY_VARIABLE)
+    method, body = ("GET", None) if new is None else ("POST", {"model": str(new)})
     try:
         answer = ask(url, method=method, body=body, api_key=api_key, timeout=_SECONDS)
         if answer.is_success:
@@ -53,11 +51,6 @@ def ask_draft(
         with suppress(ValueError, KeyError, TypeError):
             reason = str(answer.json()["error"]["message"])
     raise ServerError(reason)
-
-
-def swap(arguments: argparse.Namespace, model: Path) -> dict[str, Any]:
-    """Have another draft take the served one's place, as :func:`ask_draft`."""
-    return ask_draft(arguments, "POST", {"model": str(model)})
 
 
 def add_parser(subcommands: Subcommands) -> None:
@@ -92,6 +85,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.draft is None:
         print(ask_draft(arguments)["model"])
     else:
-        taken = swap(arguments, arguments.draft.resolve())
+        taken = ask_draft(arguments, arguments.draft.resolve())
         print(table([("draft", taken["model"]), ("before", taken["replaced"])]))
     return 0

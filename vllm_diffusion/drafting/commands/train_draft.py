@@ -187,7 +187,6 @@ def _train(
             :func:`~vllm_diffusion.drafting.calibration.calibrate.calibrate`.
     """
     from vllm_diffusion.drafting.calibration import calibrate
-    from vllm_diffusion.drafting.calibration.replay import compare
 
     out, device = arguments.out, arguments.device
     ends = calibrate.load_ends(arguments.target)
@@ -209,7 +208,7 @@ def _train(
         report=partial(_report, running.seconds, running),
         clock=lambda: running.seconds,
     )
-    new, old = compare(samples, ends, out, arguments.first, device)
+    new, old = calibrate.compare(samples, ends, out, arguments.first, device)
     if not new.number:
         say("No answers were held out, so the drafts were not compared.")
         return

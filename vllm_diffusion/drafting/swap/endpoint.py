@@ -51,11 +51,8 @@ class DraftSwaps:
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the endpoint."""
-        for method, function, summary in (
-            ("GET", self.status, "The draft that is served"),
-            ("POST", self.take, "Have another draft take its place"),
-        ):
-            app.add_api_route(PATH, function, methods=[method], summary=summary)
+        app.get(PATH, summary="The draft that is served")(self.status)
+        app.post(PATH, summary="Have another draft take its place")(self.take)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Read the served draft's name from the engine."""
@@ -117,12 +114,6 @@ class DraftSwaps:
             logger.info("The draft %s replaced %s.", self._model, replaced)
             return {"model": self._model, "replaced": replaced}
 
-    async def _restore(self) -> None:
-        await self._begin()
-        await self._send(replaced=RESTORE)
-        async with self._paused():
-            await self._engine.finish_weight_update()
-
     async def _begin(self) -> None:
         if await self._engine.is_paused():
             raise HTTPException(
@@ -148,7 +139,10 @@ class DraftSwaps:
         await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         await self._engine.finish_weight_update()
         try:
-            await self._restore()
+            await self._begin()
+            await self._send(replaced=RESTORE)
+            async with self._paused():
+                await self._engine.finish_weight_update()
         except Exception:
             logger.info("No worker had begun to load the draft.", exc_info=True)
 

@@ -14,8 +14,8 @@ from transformers import Qwen3ForCausalLM
 from tests.support.models.drafts import features, target_model
 from vllm_diffusion.checkpoints import shipped_checkpoint, shipped_draft
 from vllm_diffusion.drafting.accepted import Verifications
+from vllm_diffusion.drafting.calibration.calibrate import replay
 from vllm_diffusion.drafting.calibration.extract import _choose
-from vllm_diffusion.drafting.calibration.replay import replay
 from vllm_diffusion.drafting.calibration.samples import (
     Sample,
     read_sample,
