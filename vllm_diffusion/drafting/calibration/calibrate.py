@@ -57,7 +57,7 @@ def load_ends(target: str) -> TargetEnds:
         model = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"--target {target} cannot be loaded: {str(error).splitlines()[0]}"
+            f"target {target} cannot be loaded: {str(error).splitlines()[0]}"
         ) from None
     return TargetEnds(
         model.config.get_text_config(),

@@ -176,7 +176,7 @@ def _dflash_options(model: str, settings: dict[str, Any]) -> tuple[str, ...]:
     Raises:
         UsageError: If its ``config.json`` cannot be read, or has no block.
     """
-    config = draft_config(model)
+    config = read_config("--draft", model)
     # Some publishers have it among the fields of DFlash.
     block_size = config.get("block_size") or config.get("dflash_config", {}).get("block_size")
     if not isinstance(block_size, int) or block_size < 2:
@@ -199,18 +199,18 @@ def _uno_options(target: str, adapter: str, settings: dict[str, Any]) -> tuple[s
         adapter: The LoRA of its drafts; empty for the one next to the weights.
         settings: Content of ``additional_config["diffusion"]``.
     """
-    (architecture, *_) = draft_config(target).get("architectures") or [""]
+    (architecture, *_) = read_config("target", target).get("architectures") or [""]
     overrides = {"architectures": [f"Uno{architecture}"]}
     section = ({"draft_adapter": adapter} if adapter else {}) | settings
     chosen = ("--additional-config", json.dumps({"diffusion": section})) if section else ()
     return ("--hf-overrides", json.dumps(overrides), *chosen)
 
 
-def draft_config(model: str) -> dict[str, Any]:
-    """Read the ``config.json`` of a draft.
+def read_config(option: str, model: str) -> dict[str, Any]:
+    """Read the ``config.json`` of a model or a draft.
 
     Raises:
-        UsageError: If it cannot be read.
+        UsageError: Naming the option that names it, if it cannot be read.
     """
     from transformers import PreTrainedConfig
 
@@ -219,6 +219,6 @@ def draft_config(model: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         problem = str(error).splitlines()[0]
         raise values.UsageError(
-            f"--draft {model}: its config.json cannot be read: {problem}"
+            f"{option} {model}: its config.json cannot be read: {problem}"
         ) from None
     return config

@@ -19,7 +19,7 @@ from vllm_diffusion.cli import values
 from vllm_diffusion.cli.console import add_verbose, fail, one_line, quieten, say
 from vllm_diffusion.drafting.accepted import MARGIN
 from vllm_diffusion.drafting.calibration.train_settings import TrainSettings
-from vllm_diffusion.drafting.commands.contenders import draft_config
+from vllm_diffusion.drafting.commands.contenders import read_config
 from vllm_diffusion.drafting.recording import read_recording
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def _layers_of(draft: Path) -> list[int]:
     Raises:
         UsageError: If its ``config.json`` does not name them.
     """
-    layers = draft_config(str(draft)).get("dflash_config", {}).get("target_layer_ids")
+    layers = read_config("--from", str(draft)).get("dflash_config", {}).get("target_layer_ids")
     if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
         raise values.UsageError(
             f"--from: {draft / 'config.json'} has no dflash_config.target_layer_ids; name the folder of a "

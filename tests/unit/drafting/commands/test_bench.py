@@ -13,6 +13,7 @@ from tests.support.doubles import fake_server
 from tests.support.engines.commands import status_of
 from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.cli import checkpoint, server
+from vllm_diffusion.cli.values import UsageError
 from vllm_diffusion.drafting.commands import contenders, draft_runs
 from vllm_diffusion.drafting.presets import Preset
 from vllm_diffusion.drafting.recording import read_recording
@@ -233,4 +234,10 @@ def test_settings_of_methods(tmp_path: Path) -> None:
     assert json.loads(uno.options[1]) == {"architectures": ["UnoQwen3ForCausalLM"]}
     section = {"draft_adapter": "a/uno", "draft_length": 17}
     assert json.loads(uno.options[3]) == {"diffusion": section}
+    (tmp_path / "config.json").write_text("{")
+    for option, draft in (("target", ("uno", "a/uno")), ("--draft", ("dflash", str(tmp_path)))):
+        with pytest.raises(
+            UsageError, match=f"^{option} {tmp_path}: its config.json cannot be read"
+        ):
+            contenders.contenders([], [draft], str(tmp_path))
     assert json.loads(ngram.options[1])["num_speculative_tokens"] == 8
