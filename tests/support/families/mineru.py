@@ -30,8 +30,8 @@ def generate(
     """Blocks after the prompt; a step reveals what SDAR's does. No end token ends it.
 
     Differs from the publisher's as SDAR's reference loop does from its own, and: the last block is
-    as short as what is left of ``gen_length``, where that loop takes whole blocks alone; it has no
-    strategy but the default.
+    as short as what is left of ``gen_length``, but revealed by a whole one's schedule, where that
+    loop takes whole blocks alone; it has no strategy but the default.
 
     ``others`` are arguments of :func:`by_strategy`.
     """
@@ -42,5 +42,5 @@ def generate(
         num_tokens=gen_length,
         block_length=block_length,
         mask_id=mask_id,
-        schedule=lambda length: even_schedule(length, denoising_steps),
+        schedule=lambda _: even_schedule(block_length, denoising_steps),
     )
