@@ -60,12 +60,12 @@ def beside_generate(args: Any) -> None:
     import torch
     from vllm import LLM, SamplingParams
 
-    from tests.publishers.llada import model_and_loop
+    from tests.publishers.llada import llada, model_and_loop
     from tests.support.families import makers as tiny
     from tests.support.families.model import MASK_ID, prompt_of
 
     toy = tiny.llada(**SIZES)
-    model, generate = model_and_loop(toy)
+    model, generate = model_and_loop(llada(toy))
     rows, B = Rows(args.data), 32
     params = SamplingParams(
         temperature=0,

@@ -34,7 +34,7 @@ until (exec 3<>/dev/tcp/127.0.0.1/8000) 2>/dev/null; do kill -0 $!; sleep 0.5; d
 # Words of commands that other tests run, in a form that a test has time or a machine for.
 ELSEWHERE = {
     "chat": "test_commands_of_pages, and tests/unit/test_chat.py",
-    "serve-page": "tests/integration/test_page_server.py, and tests/unit/test_cli_serve_page.py",
+    "serve-page": "tests/integration/test_page_server.py, and tests/unit/test_cli.py",
     "bench-drafts": "tests/end_to_end/test_bench_drafts.py",
     "calibrate": "tests/end_to_end/test_calibration.py and test_draft_swaps.py",
     "swap-draft": "tests/end_to_end/test_draft_swaps.py",

@@ -19,6 +19,7 @@ from tests.publishers import (
     with_weights,
     without_mask,
 )
+from tests.publishers.llada import llada, model_and_loop
 from tests.support.families import makers as tiny
 from tests.support.families.model import MASK_ID, VOCAB_SIZE, TinyModel, prompt_of
 from tests.support.families.run import block_draws, keyed_sample
@@ -26,21 +27,8 @@ from tests.support.families.run import block_draws, keyed_sample
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
-def llada(toy: TinyModel) -> Any:
-    """Build the publisher's class of LLaDA with a toy's weights."""
-    load = modules_of(checkout("dllm") / "dllm/pipelines/llada/models", "publisher_llada")
-    modelling = load("modeling_llada")
-    config = load("configuration_llada").LLaDAConfig(**fields_of(toy))
-    layers = modelling.create_model_config_from_pretrained_config(config)
-    layers.init_device = "cpu"
-    body = modelling.LLaDAModelLM(config, modelling.LLaDAModel(layers, init_params=False))
-    # Which transformers 5 keeps of no class by itself.
-    body.config.use_cache = False
-    return with_weights(body, toy)
-
-
 def llada_moe(toy: TinyModel) -> Any:
-    """The same of LLaDA-MoE."""
+    """Build the publisher's class of LLaDA-MoE with a toy's weights."""
     load = modules_of(checkout("dllm") / "dllm/pipelines/llada/models", "publisher_llada_moe")
     config = load("configuration_lladamoe").LLaDAMoEConfig(**fields_of(toy))
     config._attn_implementation = "eager"
@@ -61,12 +49,7 @@ def assert_lladas(
         asked: Prompt, tokens, block's length, its steps, and what the loop has besides.
         also: Further arguments of each request.
     """
-    generate = modules_of(checkout("LLaDA"), "publisher_llada_loop")("generate").generate
-
-    def model(ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Any:
-        return SimpleNamespace(logits=without_mask(body(ids).logits))
-
-    model.device = torch.device("cpu")  # type: ignore[attr-defined]
+    model, generate = model_and_loop(body)
     requests, expected = [], []
     for prompt, num_tokens, block, steps, flags in asked:
         arguments = {"diffusion_block_length": block, "diffusion_max_steps": steps, **also}

@@ -38,6 +38,10 @@ class Served:
     behaviour: str = "good"
     requests: list[dict[str, Any]] = field(default_factory=list)
 
+    def client(self) -> openai.OpenAI:
+        http = httpx.Client(transport=httpx.MockTransport(self.answer))
+        return openai.OpenAI(base_url="http://a/v1", api_key="k", max_retries=0, http_client=http)
+
     def answer(self, request: httpx.Request) -> httpx.Response:
         if self.behaviour == "has another key":
             return httpx.Response(401, json={"error": {"message": "no"}})
@@ -77,9 +81,7 @@ def served() -> Served:
 @pytest.fixture
 def talk(served: Served, monkeypatch: pytest.MonkeyPatch) -> Talk:
     """Return a function that runs the command on typed lines and returns output and errors."""
-    client = httpx.Client(transport=httpx.MockTransport(served.answer))
-    made = openai.OpenAI(base_url="http://a/v1", api_key="k", max_retries=0, http_client=client)
-    monkeypatch.setattr(chat, "openai_client", lambda *_: made)
+    monkeypatch.setattr(chat, "openai_client", lambda *_: served.client())
 
     def run(typed: str, status: int = 0) -> tuple[str, str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
@@ -150,9 +152,7 @@ def test_settings(served: Served, talk: Talk) -> None:
 )
 def test_completions(line: str, names: list[str], served: Served) -> None:
     """Commands are completed at the start of a line, with the server's ways and presets."""
-    client = httpx.Client(transport=httpx.MockTransport(served.answer))
-    made = openai.OpenAI(base_url="http://a/v1", api_key="k", max_retries=0, http_client=client)
-    found = chat.Conversation(made, "tiny", 8, plain=True).completions(line)
+    found = chat.Conversation(served.client(), "tiny", 8, plain=True).completions(line)
     assert sorted(found) == sorted(names)
 
 

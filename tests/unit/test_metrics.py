@@ -54,6 +54,11 @@ def numbers(counters: EngineCounts) -> list[int]:
     return [] if stats is None else stats.num_draft_tokens_per_pos
 
 
+def count(metric: str, model: str, way: str = "entropy_bound", **labels: str) -> float | None:
+    labels |= {"model_name": model, "engine": "0", "way": way}
+    return REGISTRY.get_sample_value(f"vllm_diffusion:{metric}", labels)
+
+
 def test_canvases_and_kinds() -> None:
     """A canvas is counted with its passes when it is emitted, and each pass has one kind."""
     counters = EngineCounts(spec_of())
@@ -102,15 +107,11 @@ def test_kept_tokens_of_canvases(verifies: bool) -> None:
         counters.observe(request(), RowCounts(0, 8, 8, 0), 1)
         counters.observe(request(), RowCounts(8, 0, 8, kept), 1)
     stat_logger.record(SchedulerStats(spec_decoding_stats=counters.attach(None, 8)), None)
-
-    def count(metric: str, **labels: str) -> float | None:
-        labels |= {"model_name": name, "engine": "0", "way": "entropy_bound"}
-        return REGISTRY.get_sample_value(f"vllm_diffusion:{metric}_total", labels)
-
-    kept_at = [count("kept_tokens_per_position", position=str(at)) for at in range(3)]
-    assert count("verifications") == (3 if verifies else None)
+    kept = "kept_tokens_per_position_total"
+    kept_at = [count(kept, name, position=str(at)) for at in range(3)]
+    assert count("verifications_total", name) == (3 if verifies else None)
     assert kept_at == ([2, 1, None] if verifies else [None] * 3)
-    assert count("canvases") == 3
+    assert count("canvases_total", name) == 3
 
 
 def test_ways_are_counted_apart() -> None:
@@ -128,19 +129,15 @@ def test_ways_are_counted_apart() -> None:
         SchedulerStats(spec_decoding_stats=counters.attach(None, 32)), None
     )
 
-    def count(metric: str) -> list[float | None]:
-        labels = {"model_name": "ways", "engine": "0"}
-        return [
-            REGISTRY.get_sample_value(f"vllm_diffusion:{metric}", labels | {"way": way})
-            for way in WAYS
-        ]
+    def counts(metric: str) -> list[float | None]:
+        return [count(metric, "ways", way) for way in WAYS]
 
-    assert count("emitted_tokens_total") == [32, 3, 2]
-    assert count("encode_rows_total") == [40, 21, 6]
-    assert count("empty_answers_total") == [0, 0, 1]
-    assert count("verifications_total") == [None, 1, None]
+    assert counts("emitted_tokens_total") == [32, 3, 2]
+    assert counts("encode_rows_total") == [40, 21, 6]
+    assert counts("empty_answers_total") == [0, 0, 1]
+    assert counts("verifications_total") == [None, 1, None]
     # A token that is drawn alone is not a denoised canvas.
-    assert count("tokens_per_pass_count") == [1, 1, None]
+    assert counts("tokens_per_pass_count") == [1, 1, None]
 
 
 def test_drafts_of_other_models() -> None:

@@ -16,6 +16,12 @@ from vllm_diffusion.checkpoints import shipped_checkpoint
 SHIPPED = shipped_checkpoint()
 
 
+def benchmark_config(name: str) -> Any:
+    """Return a configuration of ``benchmarks/configs/``: of a model, or of its quantization."""
+    folder = Path(__file__).resolve().parents[3] / "benchmarks/configs"
+    return json.loads((folder / f"{name}.json").read_text())
+
+
 def copy_checkpoint(
     folder: Path,
     *,

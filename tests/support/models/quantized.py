@@ -23,7 +23,7 @@ from compressed_tensors.quantization import (
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.support.models.checkpoints import SHIPPED, copy_all_but_weights
+from tests.support.models.checkpoints import SHIPPED, benchmark_config, copy_all_but_weights
 from tests.support.oracles.oracle import Oracle
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -148,8 +148,7 @@ def modelopt_checkpoint(source: Path, folder: Path) -> Path:
 
     config = json.loads((source / "config.json").read_text())
     config["dtype"] = config["text_config"]["dtype"] = "bfloat16"
-    published = EXAMPLES.parent / "benchmarks" / "configs" / "nvfp4-modelopt.json"
-    config["quantization_config"] = json.loads(published.read_text())
+    config["quantization_config"] = benchmark_config("nvfp4-modelopt")
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 

@@ -10,6 +10,7 @@ import pytest
 import records
 from serving import prepare
 
+from tests.support.counters import baselines
 from vllm_diffusion.checkpoints import shipped_checkpoint
 
 ROOT = records.ROOT
@@ -97,3 +98,14 @@ def test_an_engine_wakes_no_more_experts_than_asked(awake, most, tmp_path):
     (row,) = rows
     assert row["experts"] == 64
     assert most - 21 < row["most"] <= most
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+def test_baselines_of_passes(tmp_path):
+    """Answers of one and several canvases take no more passes than the baseline, in every order."""
+    script = "bench_passes.py --rounds 1 --orders fused asynchronous"
+    (rows,) = rows_of(tmp_path, [script])
+    passes = {f"{row['workload']}, {row['order']}": {"passes": row["passes"]} for row in rows}
+    baselines.check("passes of an answer", passes)

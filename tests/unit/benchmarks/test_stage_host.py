@@ -1,11 +1,12 @@
 """Tests that what is staged for an offline GPU host arrives whole, or is refused."""
 
 import random
-import subprocess
 import zipfile
 from pathlib import Path
 
 import stage_host
+
+from tests.support.engines.commands import run
 
 INSTALL = Path(stage_host.__file__).with_name("install_host.sh")
 LIMIT = 4096
@@ -28,13 +29,13 @@ def test_parts_are_joined_on_the_host(tmp_path):
     """No part exceeds the limit, the unpacked folder has every file except the dropped one, and a
     damaged part ends the installation before anything is unpacked.
     """
-    command = ["sh", str(INSTALL), str(tmp_path / "parts")]
+    command = ("sh", INSTALL, tmp_path / "parts")
     parts, site = staged(tmp_path), tmp_path / "site"
     sizes = [path.stat().st_size for path in sorted(parts.glob("part-*"))]
     assert len(sizes) >= 3
     assert set(sizes[:-1]) == {LIMIT}
     assert 0 < sizes[-1] <= LIMIT
-    said = subprocess.run([*command, str(site)], capture_output=True, text=True, check=True).stdout
+    said = run(*command, site).stdout
     assert "imports     humming" in said
     assert "imports     lmformatenforcer" in said
     assert "not staged  vllm" in said
@@ -45,7 +46,5 @@ def test_parts_are_joined_on_the_host(tmp_path):
     part = parts / "part-01"
     part.write_bytes(part.read_bytes()[:-1] + b"?")
     damaged = tmp_path / "damaged"
-    assert (
-        subprocess.run([*command, str(damaged)], capture_output=True, check=False).returncode == 1
-    )
+    run(*command, damaged, status=1)
     assert not (damaged / "humming").exists()

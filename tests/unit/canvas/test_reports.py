@@ -1,5 +1,8 @@
 """Tests of the reports that leave the device for watchers, and of how they travel."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -97,16 +100,11 @@ def test_reports(report: RequestReport) -> None:
     assert RequestReport.decode(np.repeat(array, 2)[::2]) == report
 
 
-class _Slots:
-    """The part of the canvases that the connector reads."""
-
-    features = SlotFeatures()
-
-
 def test_nobody_watches() -> None:
     """A pass that nobody watches copies and allocates nothing, and vLLM gets nothing to copy."""
     num_rows, entropy = torch.zeros(4, dtype=torch.int32), torch.zeros(4, 8)
-    connector = CanvasViewConnector(_Slots(), num_rows, entropy)  # type: ignore[arg-type]
+    slots: Any = SimpleNamespace(features=SlotFeatures())
+    connector = CanvasViewConnector(slots, num_rows, entropy)
     output = random_output(4, 8, torch.Generator().manual_seed(0))
     with Operations() as operations:
         connector.begin_step(None)

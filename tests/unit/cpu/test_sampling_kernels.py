@@ -1,5 +1,9 @@
-"""The CPU's functions that sample and score tokens equal plain arithmetic in float64."""
+"""The CPU's functions that sample and score tokens equal plain arithmetic in float64, and each of
+them writes what the Triton kernel that it replaces writes.
+"""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.engines.commands import run
 from vllm_diffusion.cpu import sampling_kernels
 from vllm_diffusion.cpu.launches import overrides
 
@@ -102,3 +107,12 @@ def test_nans() -> None:
     counts = torch.empty(3, dtype=torch.int32)
     sampling_kernels.num_nans(logits, counts)
     assert counts.tolist() == [0, 4, 1]
+
+
+CHECKS = Path(__file__).with_name("check_cpu_kernels.py")
+
+
+@pytest.mark.slow
+def test_against_the_triton_kernels():
+    """Every function equals its Triton kernel in a fresh process that interprets the kernels."""
+    assert "21 kernels agree" in run(sys.executable, CHECKS, timeout=600).stdout

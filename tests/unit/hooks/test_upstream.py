@@ -2,13 +2,13 @@
 
 import dataclasses
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.engines.commands import run
 from vllm_diffusion.hooks import __main__ as command
 from vllm_diffusion.hooks import upstream
 
@@ -23,10 +23,7 @@ def test_scan(tmp_path: Any) -> None:
         "from pathlib import Path; from tests.support import vllm_symbols;"
         f"vllm_symbols.write(Path({str(path)!r}))"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert run.returncode == 0, run.stderr
+    run(sys.executable, "-c", script, timeout=300)
     found = json.loads(path.read_text(encoding="utf-8"))
     committed = json.loads(upstream.SIGNATURES.read_text(encoding="utf-8"))
     assert found == committed, "run python -m tests.support.vllm_symbols"

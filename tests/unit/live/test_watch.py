@@ -1,4 +1,6 @@
-"""Tests of the order of frames, step maps and outputs, and of the tokens of a frame."""
+"""Tests of what the API process takes out of the engine's outputs, of the order of frames, step
+maps and outputs, and of the tokens of a frame.
+"""
 
 import asyncio
 import json
@@ -8,37 +10,46 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
+from vllm import SamplingParams
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.renderers.hf import HfRenderer
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-from vllm.v1.engine.output_processor import RequestOutputCollector
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.outputs import LogprobsTensors
 
-from vllm_diffusion.canvas.messages import ReportedFrame
+from vllm_diffusion.canvas.messages import ReportedFrame, RequestReport
 from vllm_diffusion.checkpoints import shipped_checkpoint
-from vllm_diffusion.live import CanvasFrame, CanvasStepMap, watch_async
+from vllm_diffusion.live import CanvasFrame, CanvasStepMap, delivery, http, watch_async
 from vllm_diffusion.live.frame import frame_of
 from vllm_diffusion.live.http import _Chunks, _with_events
 from vllm_diffusion.live.watch import MOST_WAITING_FRAMES, Inbox, OrderedQueue, open_inbox, opened
+from vllm_diffusion.requests.http import BoundedPrompts
 
 pytestmark = pytest.mark.engine
 
 
-def frame(step: int, block: int = 0, index: int = 0) -> CanvasFrame:
-    return CanvasFrame(
-        index=index,
-        prompt_index=0,
-        block=block,
-        step=step,
-        total=1000,
-        offset=0,
-        text="",
-        answer_token_ids=(),
-        ends_answer=False,
-        is_last=False,
-        begins_anew=False,
+def frame(
+    step: int,
+    block: int = 0,
+    token_ids: Sequence[int] = (),
+    fields: tuple[str, ...] = (),
+    tokenizer: object = None,
+) -> CanvasFrame:
+    """Return a frame as it is made of the engine's report."""
+    tokens = np.array(token_ids, np.int32).tobytes()
+    reported = ReportedFrame(block, step, 1000, False, False, 0, False, False, tokens)
+    state = SimpleNamespace(
+        request_index=0,
+        detokenizer=IncrementalDetokenizer(),
+        logprobs_processor=SimpleNamespace(tokenizer=tokenizer),
     )
+    return frame_of(reported, fields, state, 0)
 
 
 def test_slow_reader_misses_frames_and_nothing_else() -> None:
@@ -246,28 +257,125 @@ def test_an_error_is_raised(has_stream: bool) -> None:
         asyncio.run(run())
 
 
-def frame_of_tokens(
-    token_ids: list[int], fields: tuple[str, ...], tokenizer: object
-) -> CanvasFrame:
-    tokens = np.array(token_ids, np.int32).tobytes()
-    reported = ReportedFrame(0, 1, 4, False, False, 0, False, False, tokens)
-    state = SimpleNamespace(
-        request_index=0,
-        detokenizer=IncrementalDetokenizer(),
-        logprobs_processor=SimpleNamespace(tokenizer=tokenizer),
-    )
-    return frame_of(reported, fields, state, 0)
-
-
 def test_tokens() -> None:
     """A frame has one text per position if it is requested and there is a tokenizer."""
     folder = shipped_checkpoint()
     file = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids = list(range(file.get_vocab_size()))
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    texts = frame_of_tokens(ids, ("tokens",), tokenizer).tokens
+    texts = frame(1, 0, ids, ("tokens",), tokenizer).tokens
     assert texts is not None
     assert list(texts) == [file.decode([i], skip_special_tokens=False) for i in ids]
     assert {"<eos>", "<mask>", "<|turn>", "7", " "} <= set(texts)
-    assert frame_of_tokens(ids, ("token_ids", "kept"), tokenizer).tokens is None
-    assert frame_of_tokens(ids, ("tokens",), None).tokens is None
+    assert frame(1, 0, ids, ("token_ids", "kept"), tokenizer).tokens is None
+    assert frame(1, 0, ids, ("tokens",), None).tokens is None
+
+
+class Stock:
+    def answer(self) -> str:
+        return "stock"
+
+
+class Ours(Stock):
+    def answer(self) -> str:
+        return f"ours of {super().answer()}"
+
+
+def test_objects_keep_their_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An endpoint object keeps its identity with its new class, and a missing one stays None."""
+    served = Stock()
+    state: Any = SimpleNamespace(served=served, left_out=None)
+    seen: list[Any] = []
+
+    async def stock(engine_client: Any, state: Any, args: Any) -> None:
+        seen.append((engine_client, state.served.answer(), args))
+
+    monkeypatch.setattr(http, "_stream_whole_answers", lambda served: None)
+    monkeypatch.setattr(http, "ENDPOINTS", dict.fromkeys(("served", "left_out", "unknown"), Ours))
+    # Of a model without canvases.
+    renderer = HfRenderer.__new__(HfRenderer)
+    client = SimpleNamespace(model_config=SimpleNamespace(), renderer=renderer)
+    asyncio.run(http._serving_canvases.make(stock)(client, state, "args"))
+    assert state.served is served
+    # It bounds text of every model.
+    assert isinstance(renderer, BoundedPrompts)
+    assert state.left_out is None
+    assert not hasattr(state, "unknown")
+    assert seen == [(client, "ours of stock", "args")]
+
+
+def processed(
+    output: EngineCoreOutput, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Any], list[RequestReport]]:
+    """Return the outputs that vLLM's processor gets for one output, and the request's reports."""
+    seen: list[Any] = []
+    reports: list[RequestReport] = []
+    state: Any = SimpleNamespace(take=lambda report, output: reports.append(report))
+    monkeypatch.setattr(
+        OutputProcessor, "process_outputs", lambda self, outputs: seen.extend(outputs)
+    )
+    processor = object.__new__(delivery.ReportingProcessor)
+    processor.request_states = {output.request_id: state}
+    processor.process_outputs([output])
+    return seen, reports
+
+
+@pytest.mark.parametrize("dtype", ["int16", "uint8"])
+@pytest.mark.parametrize("reason", [None, FinishReason.LENGTH])
+def test_experts_of_another_model(
+    dtype: str, reason: FinishReason | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another model's engine in the process returns the experts of its tokens unchanged."""
+    experts = np.arange(12).reshape(2, 3, 2).astype(dtype)
+    output = EngineCoreOutput("a", [5], routed_experts=experts, finish_reason=reason)
+    seen, reports = processed(output, monkeypatch)
+    assert seen == [output]
+    assert seen[0].routed_experts is experts
+    assert reports == []
+
+
+@pytest.mark.parametrize(("tokens", "is_seen"), [([5], True), ([], False)])
+def test_a_report_is_taken_out(
+    tokens: list[int], is_seen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request gets the report, and vLLM an output without it if there are tokens."""
+    report = RequestReport(step_map=[1, 2])
+    output = EngineCoreOutput("a", tokens, routed_experts=report.encode())
+    seen, reports = processed(output, monkeypatch)
+    assert reports == [report]
+    assert output.routed_experts is None
+    assert seen == ([output] if is_seen else [])
+
+
+def test_prompt_logprobs_of_merged_answers() -> None:
+    """Two answers to a prompt of which one begins later both have the prompt's log-probabilities,
+    although nobody has read the outputs in between.
+    """
+    params = SamplingParams(n=2, prompt_logprobs=1, output_kind=RequestOutputKind.DELTA)
+    request = EngineCoreRequest("r", [5, 6], None, params, None, 0.0, None, None, None)
+    request.external_req_id = "r"
+    parent = ParentRequest(request)
+    queue = RequestOutputCollector(RequestOutputKind.DELTA, "r")
+    processor = OutputProcessor(None, log_stats=False)
+    delivery.install()
+    of_prompt = LogprobsTensors(
+        torch.tensor([[6, 7]]), torch.tensor([[-1.0, -2.0]]), torch.tensor([1])
+    )
+    for i in range(2):
+        name, own = parent.get_child_info(i)
+        child = EngineCoreRequest(name, [5, 6], None, own, None, 0.0, None, None, None)
+        child.external_req_id = "r"
+        processor.add_request(child, None, parent, i, queue)
+    first, second = processor.request_states
+    processor.process_outputs([EngineCoreOutput(first, [8], new_prompt_logprobs_tensors=of_prompt)])
+    seen = queue.get_nowait()
+    assert seen is not None
+    assert len(seen.prompt_logprobs) == 2
+    processor.process_outputs([EngineCoreOutput(first, [9])])
+    processor.process_outputs(
+        [EngineCoreOutput(second, [8], new_prompt_logprobs_tensors=of_prompt)]
+    )
+    merged = queue.get_nowait()
+    assert merged is not None
+    assert [one.token_ids for one in merged.outputs] == [[9], [8]]
+    assert merged.prompt_logprobs == seen.prompt_logprobs

@@ -1,6 +1,7 @@
-"""Bad connections: bodies that stop or come at once, refusals that must arrive, all descriptors."""
+"""Bodies that hold too much, stop or come at once, refusals that must arrive, bad connections."""
 
 import asyncio
+import base64
 import http.client
 import json
 import resource
@@ -13,10 +14,12 @@ from typing import Any
 import pytest
 import uvicorn
 import zmq
+from hypothesis import given
+from hypothesis import strategies as st
 from zmq.utils import garbage
 
-from vllm_diffusion.requests import bodies
-from vllm_diffusion.requests.http import BoundedBodies, _open_sending
+from vllm_diffusion.requests import bodies, bounds
+from vllm_diffusion.requests.http import BoundedBodies, _num_parts, _open_sending
 
 pytestmark = pytest.mark.engine
 
@@ -24,11 +27,10 @@ MOST = 400_000
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    """Answer with the number of bytes of a body."""
+    """Answer with the body."""
     if scope["type"] == "http":
-        length = len((await receive())["body"])
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": str(length).encode()})
+        await send({"type": "http.response.body", "body": (await receive())["body"]})
 
 
 @pytest.fixture
@@ -42,10 +44,13 @@ def door(monkeypatch: pytest.MonkeyPatch) -> BoundedBodies:
 class Upload:
     """A request whose pieces are sent one by one by a test."""
 
-    def __init__(self, door: BoundedBodies) -> None:
+    def __init__(self, door: BoundedBodies, kind: str = "", declared: int | None = None) -> None:
         self._pieces: asyncio.Queue[Any] = asyncio.Queue()
         self.sent: list[Any] = []
-        scope = {"type": "http", "headers": [], "path": "/v1/completions"}
+        headers = {"content-type": kind}
+        headers |= {} if declared is None else {"content-length": str(declared)}
+        scope = {"type": "http", "path": "/v1/completions"}
+        scope["headers"] = [(k.encode(), v.encode()) for k, v in headers.items()]
         self.served = asyncio.ensure_future(door(scope, self._pieces.get, self._send))
 
     async def _send(self, message: Any) -> None:
@@ -68,6 +73,98 @@ class Upload:
     @property
     def body(self) -> bytes:
         return b"".join(message.get("body", b"") for message in self.sent[1:])
+
+
+PICTURE = base64.b64encode(bytes(MOST // 2))
+LIMIT, MOST_KEYS = bounds.MOST_OBJECTS, bounds.MOST_KEYS
+MANY_KEYS = dict.fromkeys(range(MOST_KEYS + 1), 1)
+JSON, FORM = "application/json", "multipart/form-data; boundary=a"
+LONG = "VLLM_HTTP_MAX_REQUEST_BODY_SIZE"
+PARTS = f"objects and lists; the limit is {LIMIT}"
+KEYS = f"{MOST_KEYS + 1} keys; the limit is {MOST_KEYS}"
+# A body, its type, the server's limit in bytes, and what a refusal says.
+BODIES: dict[str, tuple[bytes, str, int, str | None]] = {
+    "empty": (b"", "", MOST, None),
+    "longest text": (b"x" * (MOST // 4), "", MOST, None),
+    "longer text": (b"x" * (MOST // 4 + 1), "", MOST, LONG),
+    "a picture": (b'{"url": "data:image/png;base64,' + PICTURE + b'"}', "", MOST, None),
+    "Anthropic's": (b'{"source": {"type": "base64", "data": "' + PICTURE + b'"}}', "", MOST, None),
+    "no picture": (b'{"text": "' + PICTURE + b'"}', "", MOST, LONG),
+    "the most": (b'{"messages": [' + b"{}," * (LIMIT - 3) + b"{}]}", JSON, 2**25, None),
+    "one more": (b'{"messages": [' + b"{}," * (LIMIT - 2) + b"{}]}", JSON, 2**25, PARTS),
+    "UTF-16": (json.dumps({"a": [{}] * LIMIT}).encode("utf-16"), JSON, 2**25, PARTS),
+    "token ids": (json.dumps({"prompt": [*range(131_072)]}).encode(), JSON, 2**25, None),
+    "a form": (b"{[" * LIMIT, FORM, 2**25, None),
+    "the most keys": (json.dumps(dict.fromkeys(range(MOST_KEYS), 1)).encode(), "", 2**25, None),
+    "one more key": (json.dumps(MANY_KEYS).encode(), "", 2**25, KEYS),
+}
+
+
+@pytest.mark.parametrize("is_declared", [True, False])
+@pytest.mark.parametrize("name", BODIES)
+def test_bodies(name: str, is_declared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body is refused by its length without pictures, or by the number of its objects, lists or
+    keys and not by that of its values; or else it arrives byte by byte.
+    """
+    body, kind, most, refusal = BODIES[name]
+    monkeypatch.setenv("VLLM_HTTP_MAX_REQUEST_BODY_SIZE", str(most))
+
+    async def ask() -> Upload:
+        upload = Upload(BoundedBodies(app), kind, len(body) if is_declared else None)
+        for i in range(0, len(body), 2**16):
+            await upload.put(body[i : i + 2**16], more=True)
+        await upload.put(b"", more=False)
+        await upload.served
+        return upload
+
+    upload = asyncio.run(ask())
+    if refusal is None:
+        assert (upload.status, upload.body) == (200, body)
+        return
+    assert upload.status == 413
+    error = json.loads(upload.body)["error"]
+    assert error["param"] == "body"
+    assert refusal in error["message"]
+
+
+def test_a_declared_length_beyond_the_limit_is_not_read(door: BoundedBodies) -> None:
+    """A body with too large a declared length is refused before its first piece."""
+
+    async def ask() -> None:
+        upload = Upload(door, declared=10**12)
+        while not upload.sent:
+            await asyncio.sleep(0)
+        assert upload.status == 413
+        await upload.put(b"x", more=False)
+        await upload.served
+
+    asyncio.run(ask())
+
+
+@given(
+    st.recursive(
+        st.text(st.sampled_from('a[]{}"\\/,: \u227b')) | st.integers(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text('ab[{:"\\'), inner),
+    ),
+    st.booleans(),
+)
+def test_parts_are_counted_exactly(value: Any, is_ascii: bool) -> None:
+    """The numbers of objects, lists and keys are those of the value which Python reads."""
+
+    def count(part: Any) -> tuple[int, int]:
+        if not isinstance(part, (dict, list)):
+            return 0, 0
+        inner = [*map(count, part.values() if isinstance(part, dict) else part)]
+        num_keys = len(part) if isinstance(part, dict) else 0
+        return 1 + sum(n for n, _ in inner), num_keys + sum(n for _, n in inner)
+
+    body = json.dumps(value, ensure_ascii=is_ascii).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bounds, "MOST_OBJECTS", 0)
+        patch.setattr(bounds, "MOST_KEYS", 0)
+        expected = count(value)
+        # Without a bracket there is nothing to look for, and colons are within text.
+        assert _num_parts(body) == expected if expected[0] else _num_parts(body)[0] == 0
 
 
 def test_unfinished_bodies_are_bounded_together(door: BoundedBodies) -> None:

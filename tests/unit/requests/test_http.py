@@ -1,20 +1,14 @@
-"""The middleware bounds bodies, checks common fields, and logs and counts refusals."""
+"""Common fields of bodies are checked, and refusals are logged and counted."""
 
 import asyncio
-import base64
 import json
 import logging
-from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from prometheus_client import REGISTRY
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -25,133 +19,15 @@ from vllm.renderers.base import BaseRenderer
 from tests.support.engines.admission import refused
 from tests.support.models.specs import diffusion_gemma_spec
 from vllm_diffusion.requests import bounds, http
-from vllm_diffusion.requests.http import (
-    BoundedBodies,
-    BoundedPrompts,
-    _noted,
-    _num_parts,
-    read_body,
-)
+from vllm_diffusion.requests.http import BoundedPrompts, _noted, read_body
 
 pytestmark = pytest.mark.engine
 
 REFUSED = "vllm_diffusion:refused_requests_total"
 LABELS = [{"field": field, "status": "400"} for field in ("top_p", "new", "newer", "other")]
 
-MOST = 4_000
 CANVASES = SimpleNamespace(is_diffusion=True, max_model_len=100)
 ORDINARY = SimpleNamespace(is_diffusion=False, max_model_len=100)
-
-
-def ask(
-    body: bytes, *, declared: int | None, most: int = MOST, piece: int = 500, kind: str = ""
-) -> tuple[httpx.Response, int]:
-    """Send a body in pieces to an application that returns it; return the answer, and how many
-    pieces had been read when it began.
-    """
-    read: list[bytes] = []
-    num_read: list[int] = []
-
-    async def pieces() -> AsyncIterator[bytes]:
-        for i in range(0, len(body), piece):
-            read.append(body[i : i + piece])
-            yield read[-1]
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await Response(await Request(scope, receive).body())(scope, receive, send)
-
-    async def noting(scope: Any, receive: Any, send: Any) -> None:
-        async def sending(message: Any) -> None:
-            num_read.append(len(read))
-            await send(message)
-
-        await BoundedBodies(app)(scope, receive, sending)
-
-    async def answer() -> httpx.Response:
-        transport = httpx.ASGITransport(noting)
-        headers = {"content-type": kind}
-        headers |= {} if declared is None else {"content-length": str(declared)}
-        async with httpx.AsyncClient(transport=transport, base_url="http://a") as client:
-            return await client.post("/v1/completions", content=pieces(), headers=headers)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_HTTP_MAX_REQUEST_BODY_SIZE", str(most))
-        return asyncio.run(answer()), num_read[0]
-
-
-PICTURE = base64.b64encode(bytes(2000))
-LIMIT, MOST_KEYS = bounds.MOST_OBJECTS, bounds.MOST_KEYS
-MANY_KEYS = dict.fromkeys(range(MOST_KEYS + 1), 1)
-JSON, FORM = "application/json", "multipart/form-data; boundary=a"
-LONG = "VLLM_HTTP_MAX_REQUEST_BODY_SIZE"
-PARTS = f"objects and lists; the limit is {LIMIT}"
-KEYS = f"{MOST_KEYS + 1} keys; the limit is {MOST_KEYS}"
-# A body, its type, the server's limit in bytes, and what a refusal says.
-BODIES: dict[str, tuple[bytes, str, int, str | None]] = {
-    "empty": (b"", "", MOST, None),
-    "longest text": (b"x" * (MOST // 4), "", MOST, None),
-    "longer text": (b"x" * (MOST // 4 + 1), "", MOST, LONG),
-    "a picture": (b'{"url": "data:image/png;base64,' + PICTURE + b'"}', "", MOST, None),
-    "Anthropic's": (b'{"source": {"type": "base64", "data": "' + PICTURE + b'"}}', "", MOST, None),
-    "no picture": (b'{"text": "' + PICTURE + b'"}', "", MOST, LONG),
-    "the most": (b'{"messages": [' + b"{}," * (LIMIT - 3) + b"{}]}", JSON, 2**25, None),
-    "one more": (b'{"messages": [' + b"{}," * (LIMIT - 2) + b"{}]}", JSON, 2**25, PARTS),
-    "UTF-16": (json.dumps({"a": [{}] * LIMIT}).encode("utf-16"), JSON, 2**25, PARTS),
-    "token ids": (json.dumps({"prompt": [*range(131_072)]}).encode(), JSON, 2**25, None),
-    "a form": (b"{[" * LIMIT, FORM, 2**25, None),
-    "the most keys": (json.dumps(dict.fromkeys(range(MOST_KEYS), 1)).encode(), "", 2**25, None),
-    "one more key": (json.dumps(MANY_KEYS).encode(), "", 2**25, KEYS),
-}
-
-
-@pytest.mark.parametrize("is_declared", [True, False])
-@pytest.mark.parametrize("name", BODIES)
-def test_bodies(name: str, is_declared: bool) -> None:
-    """A body is refused by its length without pictures, or by the number of its objects, lists or
-    keys and not by that of its values; or else it arrives byte by byte.
-    """
-    body, kind, most, refusal = BODIES[name]
-    declared, piece = len(body) if is_declared else None, 500 if most == MOST else 2**16
-    answer, _ = ask(body, declared=declared, most=most, piece=piece, kind=kind)
-    if refusal is None:
-        assert (answer.status_code, answer.content) == (200, body)
-        return
-    assert answer.status_code == 413
-    error = answer.json()["error"]
-    assert error["param"] == "body"
-    assert refusal in error["message"]
-
-
-def test_a_declared_length_beyond_the_limit_is_not_read() -> None:
-    """A body with too large a declared length is refused before its first piece."""
-    answer, num_read = ask(b"x", declared=10**12)
-    assert (answer.status_code, num_read) == (413, 0)
-
-
-@given(
-    st.recursive(
-        st.text(st.sampled_from('a[]{}"\\/,: \u227b')) | st.integers(),
-        lambda inner: st.lists(inner) | st.dictionaries(st.text('ab[{:"\\'), inner),
-    ),
-    st.booleans(),
-)
-def test_parts_are_counted_exactly(value: Any, is_ascii: bool) -> None:
-    """The numbers of objects, lists and keys are those of the value which Python reads."""
-
-    def count(part: Any) -> tuple[int, int]:
-        if not isinstance(part, (dict, list)):
-            return 0, 0
-        inner = [*map(count, part.values() if isinstance(part, dict) else part)]
-        num_keys = len(part) if isinstance(part, dict) else 0
-        return 1 + sum(n for n, _ in inner), num_keys + sum(n for _, n in inner)
-
-    body = json.dumps(value, ensure_ascii=is_ascii).encode()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bounds, "MOST_OBJECTS", 0)
-        patch.setattr(bounds, "MOST_KEYS", 0)
-        expected = count(value)
-        # Without a bracket there is nothing to look for, and colons are within text.
-        assert _num_parts(body) == expected if expected[0] else _num_parts(body)[0] == 0
 
 
 def chat(**fields: Any) -> ChatCompletionRequest:

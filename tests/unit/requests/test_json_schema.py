@@ -299,68 +299,57 @@ def answer(text: str, seed: int, most: int = 200) -> str | None:
     return None
 
 
+def some_of(kind: Any = None, **keywords: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Return schemas of a kind with some of these keywords."""
+    return st.fixed_dictionaries({} if kind is None else {"type": kind}, optional=keywords)
+
+
 INTEGERS = st.integers(-9, 20)
 LEAVES = st.one_of(
     st.sampled_from(
         [schema for schemas in BY_KEYWORD.values() for schema in schemas if "$" not in str(schema)]
     ),
-    st.fixed_dictionaries(
-        {"type": st.sampled_from(["integer", "number", ["integer", "null"]])},
-        optional={
-            "minimum": INTEGERS,
-            "exclusiveMaximum": INTEGERS,
-            "multipleOf": st.integers(1, 5),
-        },
+    some_of(
+        st.sampled_from(["integer", "number", ["integer", "null"]]),
+        minimum=INTEGERS,
+        exclusiveMaximum=INTEGERS,
+        multipleOf=st.integers(1, 5),
     ),
     st.sampled_from([*FORMATS]).map(lambda name: {"type": "string", "format": name}),
-    st.fixed_dictionaries(
-        {},
-        optional={
-            "pattern": st.sampled_from(["^[ab]+$", "x", "^a|b$"]),
-            "maxLength": st.integers(0, 4),
-        },
-    ),
+    some_of(pattern=st.sampled_from(["^[ab]+$", "x", "^a|b$"]), maxLength=st.integers(0, 4)),
     st.booleans(),
 )
-DRAWN = st.recursive(
-    LEAVES,
-    lambda inner: st.one_of(
-        st.fixed_dictionaries(
-            {"type": st.just("object")},
-            optional={
-                "properties": st.dictionaries(
-                    st.sampled_from(["a", "b", "not"]), inner, max_size=3
-                ),
-                "required": st.lists(st.sampled_from(["a", "b", "z"]), max_size=2, unique=True),
-                "additionalProperties": inner,
-                "minProperties": st.integers(0, 2),
-                "anyOf": st.lists(inner, min_size=1, max_size=2),
-                "x-note": st.just({"not": {}}),
-            },
-        ),
-        st.fixed_dictionaries(
-            {},
-            optional={
-                "items": inner,
-                "prefixItems": st.lists(inner, min_size=1, max_size=2),
-                "minItems": st.integers(0, 2),
-                "maxItems": st.integers(2, 3),
-                "type": st.just("array"),
-            },
-        ),
-        st.fixed_dictionaries(
-            {},
-            optional={
-                name: st.lists(inner, min_size=1, max_size=2)
-                for name in ("allOf", "anyOf", "oneOf")
-            },
-        ),
-    ),
-    max_leaves=5,
-)
 
 
-def assert_answers_are_valid(schema: Any, seed: int) -> None:
+def schemas_around(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    some = st.lists(inner, min_size=1, max_size=2)
+    names, required = st.sampled_from(["a", "b", "not"]), st.sampled_from(["a", "b", "z"])
+    of_objects = some_of(
+        st.just("object"),
+        properties=st.dictionaries(names, inner, max_size=3),
+        required=st.lists(required, max_size=2, unique=True),
+        additionalProperties=inner,
+        minProperties=st.integers(0, 2),
+        anyOf=some,
+        **{"x-note": st.just({"not": {}})},
+    )
+    of_lists = some_of(
+        type=st.just("array"),
+        items=inner,
+        prefixItems=some,
+        minItems=st.integers(0, 2),
+        maxItems=st.integers(2, 3),
+    )
+    return st.one_of(of_objects, of_lists, some_of(allOf=some, anyOf=some, oneOf=some))
+
+
+DRAWN = st.recursive(LEAVES, schemas_around, max_leaves=5)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(DRAWN, st.integers(0, 99))
+def test_drawn_schema(schema, seed):
+    """An answer that has ended is valid for the schema that was sent."""
     if refusal_of(schema) is not None:
         return
     text = guided_schema(schema)
@@ -368,10 +357,3 @@ def assert_answers_are_valid(schema: Any, seed: int) -> None:
     answered = answer(text, seed)
     if answered is not None:
         assert is_valid(schema)(json.loads(answered)), answered
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(DRAWN, st.integers(0, 99))
-def test_drawn_schema(schema, seed):
-    """An answer that has ended is valid for the schema that was sent."""
-    assert_answers_are_valid(schema, seed)

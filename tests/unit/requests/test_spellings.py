@@ -1,8 +1,11 @@
-"""A constraint in another server's spelling is held to, or refused by its name."""
+"""What vLLM's protocols of bodies leave out: a constraint in another server's spelling is held to,
+or refused by its name, and a list is read up to its first bad item.
+"""
 
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.openai.chat_completion.protocol import (
     BatchChatCompletionRequest,
@@ -10,9 +13,11 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 )
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.serve.tokenize.protocol import TokenizeRequest
 from vllm.exceptions import VLLMValidationError
 
 from tests.support.engines.admission import refused
+from vllm_diffusion.requests.first_errors import stop_at_first_errors
 from vllm_diffusion.requests.spellings import read_spellings
 
 pytestmark = pytest.mark.engine
@@ -144,3 +149,53 @@ def test_messages() -> None:
     ):
         with refused(field):
             read_spellings(own, sent)
+
+
+USER = MESSAGES[0]
+LISTS: dict[str, tuple[Any, Any]] = {
+    "messages": (ChatCompletionRequest, lambda items: {"messages": items}),
+    "tools": (ChatCompletionRequest, lambda items: {"messages": [USER], "tools": items}),
+    "tokenize": (TokenizeRequest, lambda items: {"messages": items}),
+    "input": (ResponsesRequest, lambda items: {"input": items}),
+    "parts": (ResponsesRequest, lambda items: {"input": [{"role": "user", "content": items}]}),
+    "tools of responses": (ResponsesRequest, lambda items: {"input": "x", "tools": items}),
+    "Anthropic's": (AnthropicMessagesRequest, lambda items: {"max_tokens": 1, "messages": items}),
+    "stop": (CompletionRequest, lambda items: {"prompt": "x", "stop": [*items, None]}),
+    "prompts": (CompletionRequest, lambda items: {"prompt": [1, *items, None]}),
+}
+
+
+def errors_of(adapter: TypeAdapter[Any], body: dict[str, Any]) -> int:
+    """Count the errors of a body: none if it is taken."""
+    try:
+        adapter.validate_python(body)
+    except ValidationError as error:
+        return error.error_count()
+    return 0
+
+
+@pytest.mark.parametrize("item", [{}, [], 1, "", {"role": "user", "content": [{}]}], ids=repr)
+@pytest.mark.parametrize("name", LISTS)
+def test_errors_do_not_grow_with_a_list(name: str, item: Any) -> None:
+    """A list of a hundred bad items has as many errors as a list of two."""
+    protocol, body = LISTS[name]
+    adapter = TypeAdapter(protocol)
+    stop_at_first_errors()
+    few, many = (errors_of(adapter, {"model": "m", **body([item] * n)}) for n in (2, 100))
+    assert few == many
+
+
+def test_what_is_taken_is_read_as_before() -> None:
+    """A body without a bad item is read as by vLLM's protocol."""
+    body = {
+        "model": "m",
+        "messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "a"}]}, USER],
+        "tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "list"}}}],
+        "logit_bias": {"5": 1.0},
+    }
+    adapter = TypeAdapter(ChatCompletionRequest)
+    stock = adapter.validate_python(body)
+    stop_at_first_errors()
+    read = adapter.validate_python(body)
+    chosen = {"request_id"}
+    assert read.model_dump_json(exclude=chosen) == stock.model_dump_json(exclude=chosen)

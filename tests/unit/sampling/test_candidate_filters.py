@@ -48,16 +48,13 @@ def test_filters_keep_what_vllm_keeps(rows, vocab, seed):
     top_p = torch.rand(rows, generator=generator).clamp(min=0.05)
     min_p = torch.rand(rows, generator=generator)
 
-    def kept(filters: CandidateFilters) -> torch.Tensor:
-        return kept_by(filters, logits)
-
     stock = apply_top_k_top_p_pytorch(logits.clone(), top_k, top_p)
-    assert torch.equal(kept(CandidateFilters(top_k, top_p, None)), stock > float("-inf"))
+    assert torch.equal(kept_by(CandidateFilters(top_k, top_p, None), logits), stock > float("-inf"))
     probs = logits.double().softmax(-1)
     floor = min_p[:, None] * probs.amax(-1, keepdim=True)
     # Where a probability is the floor up to rounding, either is right.
     decided = (probs - floor).abs() > 1e-6 * floor
-    ours = kept(CandidateFilters(None, None, min_p))
+    ours = kept_by(CandidateFilters(None, None, min_p), logits)
     assert torch.equal(ours & decided, (probs >= floor) & decided)
 
 

@@ -1,12 +1,12 @@
 """Tests of the variables that a start sets for bytecode and for the end of a server."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.engines.commands import run
 from vllm_diffusion.checkpoints import shipped_checkpoint
 
 pytestmark = pytest.mark.engine
@@ -34,16 +34,10 @@ def packages(tmp_path: Path) -> Path:
     return folder
 
 
-def run(packages: Path, *command: str, **environment: str) -> str:
+def python(packages: Path, *command: str, **environment: str) -> str:
     paths = os.pathsep.join([str(packages), str(ROOT)])
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-    return subprocess.run(
-        [sys.executable, *command],
-        env=kept | {"PYTHONPATH": paths} | environment,
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
+    return run(sys.executable, *command, env=kept | {"PYTHONPATH": paths} | environment).stdout
 
 
 def compiled(folder: Path) -> list[str]:
@@ -53,7 +47,7 @@ def compiled(folder: Path) -> list[str]:
 def test_written_once_in_the_cache_folder(packages: Path, tmp_path: Path) -> None:
     """This process and its child write bytecode once to the cache folder, not to the sources."""
     cache = tmp_path / "cache"
-    told = run(packages, "-c", SCRIPT, PYTHONDONTWRITEBYTECODE="1", XDG_CACHE_HOME=str(cache))
+    told = python(packages, "-c", SCRIPT, PYTHONDONTWRITEBYTECODE="1", XDG_CACHE_HOME=str(cache))
     written = cache / "vllm-diffusion" / "bytecode"
     assert {"torch", "vllm"} <= set(compiled(written))
     assert not compiled(packages)
@@ -67,10 +61,10 @@ def test_left_alone(packages: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     settings = {"PYTHONDONTWRITEBYTECODE": "1", "XDG_CACHE_HOME": str(cache)}
     cache.write_text("no folder")
-    assert "compileall" in run(packages, "-c", SCRIPT, **settings)
+    assert "compileall" in python(packages, "-c", SCRIPT, **settings)
     cache.unlink()
-    run(packages, "-m", "compileall", "-q", str(packages))
-    told = run(packages, "-c", SCRIPT, **settings)
+    python(packages, "-m", "compileall", "-q", str(packages))
+    told = python(packages, "-c", SCRIPT, **settings)
     assert not cache.exists()
     assert told.strip() == "[]"
 
@@ -78,7 +72,7 @@ def test_left_alone(packages: Path, tmp_path: Path) -> None:
 def test_a_folder_of_the_user(packages: Path, tmp_path: Path) -> None:
     """Bytecode is written to the folder that the user has set."""
     mine = tmp_path / "mine"
-    run(packages, "-c", SCRIPT, PYTHONDONTWRITEBYTECODE="1", PYTHONPYCACHEPREFIX=str(mine))
+    python(packages, "-c", SCRIPT, PYTHONDONTWRITEBYTECODE="1", PYTHONPYCACHEPREFIX=str(mine))
     assert {"torch", "vllm"} <= set(compiled(mine))
 
 
@@ -98,16 +92,9 @@ def test_a_user_without_a_home(command: str, packages: Path, tmp_path: Path) -> 
     """Commands run for a container's user without a home, and write nothing to the sources."""
     here = tmp_path / "here"
     here.mkdir()
-    told = subprocess.run(
-        [sys.executable, "-c", NOBODY, *command.split()],
-        env={"PYTHONPATH": os.pathsep.join([str(packages), str(ROOT)])}
-        | {"PYTHONDONTWRITEBYTECODE": "1", "PATH": os.environ["PATH"]},
-        cwd=here,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert told.returncode == 0, told.stderr
+    variables = {"PYTHONPATH": os.pathsep.join([str(packages), str(ROOT)])}
+    variables |= {"PYTHONDONTWRITEBYTECODE": "1", "PATH": os.environ["PATH"]}
+    told = run(sys.executable, "-c", NOBODY, *command.split(), env=variables, cwd=here)
     assert told.stderr == ""
     assert list(here.iterdir()) == []
 

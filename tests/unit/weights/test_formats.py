@@ -1,17 +1,14 @@
 """Any quantization config is read, left to vLLM, or refused by the name of a field."""
 
-import copy
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.models.checkpoints import benchmark_config
 from vllm_diffusion.weights.formats import read_format
 
-CONFIGS = Path(__file__).resolve().parents[3] / "benchmarks" / "configs"
 NAMES = ("fp8-dynamic", "nvfp4", "nvfp4-weights", "nvfp4-modelopt")
 VALUES = st.one_of(
     st.none(),
@@ -36,11 +33,6 @@ def paths_of(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     ]
 
 
-def config_of(name: str) -> dict[str, Any]:
-    settings: dict[str, Any] = json.loads((CONFIGS / f"{name}.json").read_text())
-    return settings
-
-
 def refusal(settings: dict[str, Any]) -> str | None:
     """Return the sentence with which a config is refused; ``None`` if it is read."""
     try:
@@ -57,7 +49,7 @@ def refusal(settings: dict[str, Any]) -> str | None:
 @given(data=st.data())
 def test_any_value(name: str, data: st.DataObject) -> None:
     """A config with any value in one field is read, or refused by the name of the field."""
-    settings = config_of(name)
+    settings = benchmark_config(name)
     *outer, last = data.draw(st.sampled_from(paths_of(settings)))
     inner: Any = settings
     for key in outer:
@@ -73,8 +65,12 @@ def test_any_value(name: str, data: st.DataObject) -> None:
         assert "quantization_config" in message
 
 
+def fp8(**changes: Any) -> dict[str, Any]:
+    return {**benchmark_config("fp8-dynamic"), **changes}
+
+
 def with_weights(**changes: Any) -> dict[str, Any]:
-    settings = copy.deepcopy(config_of("fp8-dynamic"))
+    settings = fp8()
     settings["config_groups"]["group_0"]["weights"] |= changes
     return settings
 
@@ -93,11 +89,14 @@ def test_block_as_text() -> None:
         (with_weights(block_structure="many"), ["weights.block_structure='many'", "rows, cols"]),
         (with_weights(strategy="block", block_structure="128"), ["block_structure=[128]", "two"]),
         (with_weights(num_bits="eight"), ["weights.num_bits='eight'", "integer"]),
-        (config_of("fp8-dynamic") | {"ignore": "lm_head"}, ["ignore='lm_head'", "a list"]),
-        (config_of("fp8-dynamic") | {"ignore": ["re:("]}, ["ignore='re:('", "regular expression"]),
-        (config_of("fp8-dynamic") | {"config_groups": [1]}, ["config_groups=[1]", "an object"]),
-        (config_of("fp8-dynamic") | {"format": "float-quantised"}, ["float-quantised", "nvfp4"]),
-        (config_of("nvfp4-modelopt") | {"config_groups": 3}, ["config_groups=3", "an object"]),
+        (fp8(ignore="lm_head"), ["ignore='lm_head'", "a list"]),
+        (fp8(ignore=["re:("]), ["ignore='re:('", "regular expression"]),
+        (fp8(config_groups=[1]), ["config_groups=[1]", "an object"]),
+        (fp8(format="float-quantised"), ["float-quantised", "nvfp4"]),
+        (
+            benchmark_config("nvfp4-modelopt") | {"config_groups": 3},
+            ["config_groups=3", "an object"],
+        ),
     ],
     ids=str,
 )
@@ -111,4 +110,4 @@ def test_fields(settings: dict[str, Any], words: list[str]) -> None:
 @pytest.mark.parametrize("version", ["0.18.0", "99.1", "latest", None, 3])
 def test_version_of_the_writer(version: Any) -> None:
     """The version of the tool that wrote a file does not decide whether it is served."""
-    assert refusal(config_of("fp8-dynamic") | {"version": version}) is None
+    assert refusal(fp8(version=version)) is None

@@ -3,6 +3,7 @@
 Harmless oddities are served.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.support.engines.loading import load, load_in_stock, one_rank
 from tests.support.models.checkpoints import SHIPPED, changed
 from tests.support.models.quantized import quantized_checkpoint
 from vllm_diffusion.families.diffusion_gemma.model import TwoScalarLayer
 from vllm_diffusion.weights import loading
+from vllm_diffusion.weights.downcasts import counted_downcasts
 
 pytestmark = pytest.mark.engine
 
@@ -343,3 +345,31 @@ def test_an_update_is_not_a_checkpoint(tmp_path: Path) -> None:
     load(SHIPPED).load_weights([(NORM, tensors[NORM] + 1)])  # type: ignore[operator]
     made_up = load(changed(SHIPPED, tmp_path / "dummy"), load_format="dummy")
     made_up.load_weights([(NORM, tensors[NORM])])  # type: ignore[operator]
+
+
+def load_two_layers(dtype):
+    from vllm.model_executor.models.utils import AutoWeightsLoader
+
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).to(torch.bfloat16)
+    weights = [(name, torch.ones(p.shape, dtype=dtype)) for name, p in model.named_parameters()]
+    return AutoWeightsLoader(model).load_weights(weights)
+
+
+def test_downcasts_are_one_line(vllm_log):
+    """vLLM's four warnings of tensors cast to bfloat16 become one line with their number."""
+    with counted_downcasts():
+        assert len(load_two_layers(torch.float32)) == 4
+    assert [record.getMessage() for record in vllm_log.records] == [
+        "4 tensors of the checkpoint are torch.float32, and served in torch.bfloat16."
+    ]
+    vllm_log.clear()
+    load_two_layers(torch.float32)
+    assert [record.levelno for record in vllm_log.records] == [logging.WARNING] * 4
+
+
+def test_what_fits_is_not_mentioned(vllm_log):
+    """Tensors that need no cast are not logged, and other warnings are kept."""
+    with counted_downcasts():
+        load_two_layers(torch.bfloat16)
+        logging.getLogger("vllm.model_executor.models.utils").warning("Something else")
+    assert [record.getMessage() for record in vllm_log.records] == ["Something else"]
