@@ -35,8 +35,7 @@ def test_an_abort_while_the_prompt_runs() -> None:
         core.step()
         core.abort_request(["gone"])
         core.add_request("next", {"prompt_token_ids": [30] * 5}, engine.sampling_params())
-        while core.has_unfinished_requests():
-            core.step()
+        engine.finish()
         engine.check_integrity()
 
 
@@ -79,8 +78,7 @@ def run_batch(engine: TracedEngine, rng: random.Random, num_requests: int) -> No
             for _ in range(rng.randint(0, 2)):
                 core.step()
             core.abort_request([name])
-    while core.has_unfinished_requests():
-        core.step()
+    engine.finish()
     engine.check_integrity()
 
 
