@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from tests.support.counters import baselines
-from tests.support.counters.chips import CHIPS
 from tests.support.counters.triton_compile import (
     COMPILED,
     SHARED_MEMORY,
@@ -97,6 +96,10 @@ def attention_launches(case: Case, capability: tuple[int, int]) -> list[tuple]:
     return launches
 
 
+# What people serve on; the others are slow tests.
+CHIPS = [
+    pytest.param(chip, marks=() if chip == "sm_90" else pytest.mark.slow) for chip in SHARED_MEMORY
+]
 # Bytes a thread, by chip and head size. Sliding layers on SM100 take 68 instructions a key with 128
 # rows a tile, what they spill outside the loop among them, and 108 with 64, which spill nothing; on
 # SM80 it is variants for images that spill, and smaller tiles take half as many again.
