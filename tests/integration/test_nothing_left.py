@@ -3,7 +3,6 @@
 import gc
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,13 +21,13 @@ ALLOWED_GROWTH_BYTES = 48 * 1024**2
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[TracedEngine]:
-    with TracedEngine(Path(SHIPPED), max_model_len=256, max_num_seqs=4) as traced:
+    with TracedEngine(SHIPPED, max_model_len=256, max_num_seqs=4) as traced:
         yield traced
 
 
 def test_an_abort_while_the_prompt_runs() -> None:
     """An abort during the prompt leaves nothing, although log-probabilities arrive later."""
-    with TracedEngine(Path(SHIPPED), max_model_len=256, async_scheduling=True) as engine:
+    with TracedEngine(SHIPPED, max_model_len=256, async_scheduling=True) as engine:
         core = engine.llm.llm_engine
         params = engine.sampling_params(max_tokens=4, prompt_logprobs=0, logit_bias={40: 1.0})
         core.add_request("gone", {"prompt_token_ids": [30] * 20}, params)

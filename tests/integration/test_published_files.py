@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.engines.engine import TracedEngine
+from tests.support.engines.vllm_configs import configure
 from tests.support.families.published import (
     INDEX,
     Expected,
@@ -40,11 +41,8 @@ pytestmark = pytest.mark.engine
 
 def config_of(folder: Path, **options: Any) -> Any:
     """Return vLLM's configuration of a checkpoint, as a server makes it before it loads weights."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    return EngineArgs(
-        model=str(folder), load_format="dummy", skip_tokenizer_init=True, **options
-    ).create_engine_config()
+    own = {"max_model_len": None, "load_format": "dummy", "skip_tokenizer_init": True}
+    return configure(folder, **own, **options)
 
 
 def served(folder: Path) -> dict[str, Any]:
