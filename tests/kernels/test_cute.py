@@ -277,8 +277,8 @@ def test_splits_folded_in_bf16():
 
 def bounded(max_seq_len):
     """Return sequences of which only the bounds count."""
-    nothing = torch.empty(0, dtype=torch.int32)
-    return Sequences(*[nothing] * 4, max_query_len=256, max_seq_len=max_seq_len)
+    tensors = empty(1, 64), empty(2), empty(1), empty(1)
+    return Sequences(*tensors, max_query_len=256, max_seq_len=max_seq_len)
 
 
 def query_shape(canvases, head_dim):
@@ -300,13 +300,11 @@ def test_splits_of(capability, head_dim, group, window, counts):
     )
     options = AttentionOptions(1.0, window=Window(window))
     for canvases, expected in counts.items():
+        shape = query_shape(canvases, head_dim)
         # A graph is captured for the longest context, and is cut as one for a short context.
         for longest in (4096, 131072):
-            found = launch.splits_of(
-                kernel, query_shape(canvases, head_dim), 132, options, bounded(longest)
-            )
+            found = launch.splits_of(kernel, shape, 132, options, bounded(longest))
             assert found == expected, f"{canvases} canvases"
-        shape = query_shape(canvases, head_dim)
         assert launch.splits_of(kernel, shape, 132, options, bounded(300)) == 1
         whole = dataclasses.replace(options, most_splits=1)
         assert launch.splits_of(kernel, shape, 132, whole, bounded(4096)) == 1
@@ -314,7 +312,6 @@ def test_splits_of(capability, head_dim, group, window, counts):
 
 def test_splits_launched_unread():
     """A launch follows from shapes alone, so no value of the batch is read on the host."""
-
     query, cache = (
         empty(*s, dtype=torch.bfloat16) for s in (query_shape(1, 512), (64, 16, 2, 512))
     )
@@ -328,9 +325,7 @@ def test_splits_launched_unread():
             9,
             query,
             PagedCache(cache, cache),
-            Sequences(
-                *(empty(1, 64), empty(2), empty(1), empty(1)), max_query_len=256, max_seq_len=131072
-            ),
+            bounded(131072),
             AttentionOptions(0.1),
             query,
         )
