@@ -21,7 +21,7 @@ from tests.integration.test_quantized import Distances, first_steps
 from tests.robustness.serve_options import configure
 from tests.support.doubles.graphs import emulated_capture
 from tests.support.engines.engine import SYNCHRONOUS_OFTEN, TracedEngine, tokens_of
-from tests.support.engines.generate import run_engine, small_engine
+from tests.support.engines.generate import tokens_of_batch
 from tests.support.models.adapters import (
     CONDITIONING,
     DECODER,
@@ -341,11 +341,9 @@ def test_two_ranks(served, layout):
             requests[-1]["adapter"] = (request.lora_name, request.lora_int_id, request.lora_path)
     checkpoint = served.engine.llm.llm_engine.model_config.model
     lora = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
-    engine = small_engine(checkpoint, **lora, **layout)
-    (answers,) = run_engine({"engine": engine, "batches": [requests]})["batches"]
-    for name, prompt, answer in zip(names, prompts, answers, strict=True):
-        run = served.oracles[name].generate(prompt, **params)
-        assert answer["tokens"] == run.tokens, name
+    answers = tokens_of_batch(checkpoint, requests, **lora, **layout)
+    for name, prompt, tokens in zip(names, prompts, answers, strict=True):
+        assert tokens == served.oracles[name].generate(prompt, **params).tokens, name
 
 
 @pytest.mark.parametrize(
