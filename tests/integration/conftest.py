@@ -57,6 +57,12 @@ def order(request):
     return request.param
 
 
+@pytest.fixture(scope="module", params=["trained", pytest.param("random", marks=pytest.mark.slow)])
+def weights(request: pytest.FixtureRequest, checkpoint: Path) -> Path:
+    """Choose the shipped weights or random ones."""
+    return SHIPPED if request.param == "trained" else checkpoint
+
+
 @pytest.fixture(scope="module", params=SYNCHRONOUS_OFTEN)
 def engine(request: pytest.FixtureRequest) -> Iterator[TracedEngine]:
     """Start an engine of the shipped DiffusionGemma, where a module has none of its own."""

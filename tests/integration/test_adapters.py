@@ -14,12 +14,14 @@ from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.integration.test_quantized import divergence, perturbed_first_step
+from tests.integration.test_cuda_graphs import numbers
+from tests.integration.test_images import PicturePrompt
+from tests.integration.test_parity import assert_same_steps, denoising
+from tests.integration.test_quantized import Distances, first_steps
 from tests.robustness.serve_options import configure
 from tests.support.doubles.graphs import emulated_capture
-from tests.support.engines.engine import SYNCHRONOUS_OFTEN, TracedEngine
-from tests.support.engines.generate import run_engine, small_engine
-from tests.support.families.mineru_model import picture
+from tests.support.engines.engine import SYNCHRONOUS_OFTEN, TracedEngine, tokens_of
+from tests.support.engines.generate import tokens_of_batch
 from tests.support.models.adapters import (
     CONDITIONING,
     DECODER,
@@ -39,8 +41,6 @@ from vllm_diffusion.weights.adapters import early_checks
 pytestmark = pytest.mark.engine
 
 CANVAS = 32
-# As in test_parity.py.
-LOGIT_TOLERANCE = 1e-3
 # An adapter of both parts, of one, of the module that only canvases meet, and of the stack that
 # both share.
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -91,17 +91,15 @@ class Served:
         )
 
     def tokens(self, *args: Any) -> list[list[int]]:
-        return [list(output.outputs[0].token_ids) for output in self.outputs(*args)]
+        return tokens_of(self.outputs(*args))
 
 
 @contextmanager
 def serving(folder: Path, **options: Any) -> Iterator[Served]:
     """Run an engine with adapters."""
     served = Served(folder, **options)
-    try:
+    with served.engine:
         yield served
-    finally:
-        served.engine.close()
 
 
 @pytest.fixture(scope="module", params=SYNCHRONOUS_OFTEN)
@@ -138,14 +136,11 @@ def test_logits_and_tokens(served, name, prompt):
     run = served.oracles[name].generate(prompt, seed=7, max_tokens=2 * CANVAS, ignore_eos=True)
     with served.engine.recording() as steps:
         (tokens,) = served.tokens([(name, prompt, {"seed": 7})])
-    denoised = [step for step in steps if not step.encoding]
+    denoised = denoising(steps)
     if served.engine.llm.llm_engine.vllm_config.scheduler_config.async_scheduling:
         # One more is on its way before anybody knows that the last canvas is done.
         denoised = denoised[: len(run.logits)]
-    assert len(denoised) == len(run.logits)
-    for ours, logits, canvas in zip(denoised, run.logits, run.canvases, strict=True):
-        assert torch.equal(ours.canvas, canvas)
-        assert (ours.logits - logits).abs().max() <= LOGIT_TOLERANCE
+    assert_same_steps(denoised, run)
     assert tokens == run.tokens
 
 
@@ -178,11 +173,8 @@ def test_alone_and_in_company(served):
     for one, other in zip(alone, together, strict=True):
         mine, theirs = one.outputs[0], other.outputs[0]
         assert mine.token_ids == theirs.token_ids
-        if mine.logprobs is not None:
-            for a, b in zip(mine.logprobs, theirs.logprobs, strict=True):
-                # Attention sums in another order in a batch.
-                expected = {token: pytest.approx(one.logprob, abs=1e-4) for token, one in a.items()}
-                assert {token: one.logprob for token, one in b.items()} == expected
+        # Attention sums in another order in a batch.
+        assert numbers(mine.logprobs) == numbers(theirs.logprobs)
     assert alone[0].outputs[0].token_ids != alone[-1].outputs[0].token_ids
     assert alone[-3].outputs[0].token_ids == alone[-2].outputs[0].token_ids
 
@@ -236,27 +228,19 @@ def test_bad_adapter(served, tmp_path):
 @pytest.mark.timeout(900)
 def test_images(tmp_path):
     """The tower has no adapter, and a picture's rows are read with the encoder's part."""
-    from transformers import AutoProcessor
-
     with serving(tmp_path, limit_mm_per_prompt={"image": 1, "video": 0, "audio": 0}) as served:
-        processor = AutoProcessor.from_pretrained(tmp_path / "checkpoint")
-        content = [{"type": "image"}, {"type": "text", "text": "What is in the picture?"}]
-        text = processor.apply_chat_template(
-            [{"role": "user", "content": content}], add_generation_prompt=True
-        )
-        image, names = picture(96, 96, 1), [*ADAPTERS, None]
-        inputs = processor(text=text, images=[image], return_tensors="pt")
-        prompt = inputs.pop("input_ids")[0].tolist()
-        inputs.pop("attention_mask", None)
+        asked, names = PicturePrompt(tmp_path / "checkpoint", seed=1), [*ADAPTERS, None]
         params = {"seed": 5, "max_tokens": CANVAS, "ignore_eos": True}
-        runs = [served.oracles[name].generate(prompt, **params, **inputs) for name in names]
+        runs = [
+            served.oracles[name].generate(asked.tokens, **params, **asked.inputs) for name in names
+        ]
         outputs = served.engine.llm.generate(
-            [{"prompt": text, "multi_modal_data": {"image": image}}] * len(names),
+            [asked.request] * len(names),
             served.engine.sampling_params(**params),
             use_tqdm=False,
             lora_request=[served.requests[name] for name in names],
         )
-    assert [list(output.outputs[0].token_ids) for output in outputs] == [run.tokens for run in runs]
+    assert tokens_of(outputs) == [run.tokens for run in runs]
 
 
 @pytest.mark.slow
@@ -273,30 +257,18 @@ def test_quantized(tmp_path, scheme):
     plain = []
     prompts = [prompt_of(5 + 7 * i, seed=i) for i in range(6)]
     with TracedEngine(checkpoint, enable_lora=True, max_lora_rank=8) as engine:
-        steps = []
         for name, oracle in zip(("adapter", "exact"), oracles, strict=True):
             if name == "exact":
                 plain = [oracle.first_step(prompt, [7] * CANVAS) for prompt in prompts]
             adapt(oracle.model, tmp_path / name, seed=1, target_modules=targets)
-        for prompt in prompts:
-            with engine.recording() as recorded:
-                engine.outputs(
-                    [prompt],
-                    engine.sampling_params(seed=1, max_tokens=CANVAS, ignore_eos=True),
-                    lora_request=LoRARequest("adapter", 1, str(tmp_path / "adapter")),
-                )
-            steps.append(recorded[0])
-    errors, ours, theirs = [], [], []
-    for prompt, step, without in zip(prompts, steps, plain, strict=True):
-        canvas = step.canvas.tolist()
-        exact = oracles[1].first_step(prompt, canvas).double()
-        errors.append((step.logits - exact).abs().amax(-1).median().item())
-        ours.append(divergence(exact, step.logits))
-        theirs.append(divergence(exact, perturbed_first_step(oracles[0], prompt, canvas)))
+        adapter = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
+        steps = first_steps(engine, prompts, lora_request=adapter)
+    for prompt, without in zip(prompts, plain, strict=True):
         # Another canvas, but the same order of size: the adapter is not nothing.
         assert (oracles[1].first_step(prompt, [7] * CANVAS) - without).abs().mean() > 0.1
-    assert sorted(errors)[len(errors) // 2] <= 1e-3
-    assert sum(ours) <= 2 * sum(theirs) + len(prompts) * 1e-2
+    found = Distances(*oracles, zip(prompts, steps, strict=True))
+    assert sorted(found.errors)[len(prompts) // 2] <= 1e-3
+    assert found.ours <= 2 * found.theirs + len(prompts) * 1e-2
 
 
 def separate_parts(oracle: QuantizedOracle) -> QuantizedOracle:
@@ -369,11 +341,9 @@ def test_two_ranks(served, layout):
             requests[-1]["adapter"] = (request.lora_name, request.lora_int_id, request.lora_path)
     checkpoint = served.engine.llm.llm_engine.model_config.model
     lora = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
-    engine = small_engine(checkpoint, **lora, **layout)
-    (answers,) = run_engine({"engine": engine, "batches": [requests]})["batches"]
-    for name, prompt, answer in zip(names, prompts, answers, strict=True):
-        run = served.oracles[name].generate(prompt, seed=7, max_tokens=2 * CANVAS, ignore_eos=True)
-        assert answer["tokens"] == run.tokens, name
+    answers = tokens_of_batch(checkpoint, requests, **lora, **layout)
+    for name, prompt, tokens in zip(names, prompts, answers, strict=True):
+        assert tokens == served.oracles[name].generate(prompt, **params).tokens, name
 
 
 @pytest.mark.parametrize(

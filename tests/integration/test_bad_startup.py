@@ -5,7 +5,6 @@ import json
 import multiprocessing
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines import refused
-from tests.support.engines.refused import refusal_of_row, rows_of
+from tests.support.engines.commands import run
+from tests.support.engines.refused import refusal, refusal_of_row, rows_of
 from tests.support.engines.stock import run_in_stock
 from tests.support.engines.vllm_configs import configure
 from tests.support.models.checkpoints import SHIPPED, copy_checkpoint
@@ -35,14 +34,6 @@ PUBLISHED = {
 }
 
 
-def refusal(checkpoint: Path, **options: Any) -> str:
-    """Return the message with which the configuration is refused, of one sentence or two."""
-    message = refused.refusal(checkpoint, **options)
-    assert "\n" not in message
-    assert message.endswith(".")
-    return message
-
-
 @pytest.mark.parametrize("row", rows_of(__file__, "refused"))
 def test_refused(row: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row of the table is refused by the name of what is wrong, with the remedy."""
@@ -52,9 +43,7 @@ def test_refused(row: dict[str, Any], tmp_path: Path, monkeypatch: pytest.Monkey
         checkpoint = shipped_checkpoint(row["family"])
     else:
         checkpoint = copy_checkpoint(tmp_path, **{name: row.get(name) for name in FILES})
-    message = refusal_of_row(row, checkpoint)
-    assert "\n" not in message
-    assert message.endswith(".")
+    refusal_of_row(row, checkpoint)
 
 
 def test_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,12 +200,11 @@ def test_all_missing_fields_at_once() -> None:
     assert """'{"diffusion": {"t_max": ..., "steps": ...}}'""" in str(raised.value)
 
 
-@pytest.mark.parametrize("value", [None, "absent"], ids=str)
-def test_canvas_length(value: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", ["", '"canvas_length": null,'], ids=["absent", "null"])
+def test_canvas_length(value: str, tmp_path: Path) -> None:
     """A missing or invalid canvas length is refused by name."""
-    path = copy_checkpoint(tmp_path, config={"canvas_length": None}) / "config.json"
-    if value is None:
-        path.write_text(path.read_text().replace("{", '{"canvas_length": null, ', 1))
+    path = copy_checkpoint(tmp_path) / "config.json"
+    path.write_text(path.read_text().replace('"canvas_length": 32,', value))
     message = refusal(tmp_path)
     assert "canvas_length" in message
     assert "config.json" in message
@@ -331,15 +319,8 @@ def test_target_device_set(tmp_path: Path) -> None:
         f"EngineArgs(model={str(copy_checkpoint(tmp_path))!r}, max_model_len=256)"
         ".create_engine_config()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "VLLM_TARGET_DEVICE": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode != 0
+    environment = {**os.environ, "VLLM_TARGET_DEVICE": "cpu"}
+    done = run(sys.executable, "-c", program, status=1, env=environment, timeout=600)
     assert "unset VLLM_TARGET_DEVICE" in done.stderr
 
 

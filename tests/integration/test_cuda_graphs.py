@@ -11,18 +11,15 @@ import pytest
 
 from tests.support.doubles.graphs import emulated_capture
 from tests.support.engines.engine import TracedEngine
-from tests.support.models.checkpoints import random_checkpoint
 
 pytestmark = pytest.mark.engine
 
 CANVAS = 32
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory):
-    with TracedEngine(
-        random_checkpoint(tmp_path_factory.mktemp("graphs")), max_logprobs=5
-    ) as engine:
+@pytest.fixture
+def engine(checkpoint):
+    with TracedEngine(checkpoint, max_logprobs=5) as engine:
         yield engine
 
 
@@ -61,7 +58,7 @@ def test_replayed_steps_change_no_token(engine):
             outputs = engine.outputs(prompts[: len(params)], params)
             for output in outputs:
                 told = output.outputs[0]
-                found.append((list(told.token_ids), _numbers(told.logprobs)))
+                found.append((list(told.token_ids), numbers(told.logprobs)))
         return found
 
     expected = answers()
@@ -95,7 +92,7 @@ def test_replayed_steps_change_no_token(engine):
     assert not replays
 
 
-def _numbers(logprobs: Any) -> list[dict[int, tuple[int, float]]]:
+def numbers(logprobs: Any) -> list[dict[int, tuple[int, float]]]:
     """Return rank and rounded log-probability of each token that is reported at each position."""
     return [
         {token: (told.rank, pytest.approx(told.logprob, abs=1e-4)) for token, told in some.items()}

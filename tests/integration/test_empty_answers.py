@@ -15,6 +15,18 @@ PROMPT = list(range(30, 60))
 NUM_TOKENS = 6
 
 
+def serving(
+    order: str, settings: dict[str, Any], family: str = "diffusion_gemma", **options: Any
+) -> TracedEngine:
+    return TracedEngine(
+        shipped_checkpoint(family),
+        additional_config={"diffusion": settings},
+        async_scheduling=order == "asynchronous",
+        max_model_len=128,
+        **options,
+    )
+
+
 @pytest.fixture(
     scope="module",
     params=[
@@ -27,14 +39,8 @@ NUM_TOKENS = 6
 def served(request: pytest.FixtureRequest, order: str) -> Iterator[tuple[TracedEngine, bool]]:
     """Yield an engine, and whether its answers may not be empty."""
     family, settings = request.param
-    with TracedEngine(
-        shipped_checkpoint(*[family] if family != "diffusion_gemma" else []),
-        additional_config={"diffusion": settings},
-        async_scheduling=order == "asynchronous",
-        # The masked checkpoint's tokenizer has these marks too.
-        reasoning_parser="gemma4",
-        max_model_len=128,
-    ) as engine:
+    # The masked checkpoint's tokenizer has these marks too.
+    with serving(order, settings, family, reasoning_parser="gemma4") as engine:
         yield engine, "never_empty" in settings
 
 
@@ -118,12 +124,7 @@ def test_verified_drafts(order: str) -> None:
     no banned words.
     """
     settings = {"never_empty": True, "rule": "linear_spec"}
-    with TracedEngine(
-        shipped_checkpoint(),
-        additional_config={"diffusion": settings},
-        async_scheduling=order == "asynchronous",
-        max_model_len=128,
-    ) as engine:
+    with serving(order, settings) as engine:
         tokens = answer(engine, **eager(engine))
         assert [token in ends_of(engine) for token in tokens] == [False, True]
 
@@ -137,13 +138,7 @@ def test_ways_of_requests(order: str, default: str) -> None:
     answers = {}
     for never_empty in (False, True):
         settings = {"never_empty": never_empty, "rules": "all", "rule": default}
-        with TracedEngine(
-            shipped_checkpoint(),
-            additional_config={"diffusion": settings},
-            async_scheduling=order == "asynchronous",
-            reasoning_parser="gemma4",
-            max_model_len=128,
-        ) as engine:
+        with serving(order, settings, reasoning_parser="gemma4") as engine:
             (mark,) = engine.scheduler.vllm_config.reasoning_config.natural_reasoning_end_token_ids
             bias = {**eager(engine)["logit_bias"], mark: 80.0}
             question = chat_prompt(engine.llm.get_tokenizer(), "Reverse the word lamp.")

@@ -1,18 +1,17 @@
 """Checkpoints written by other tools start if stock vLLM serves them; oddities are logged."""
 
 import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from tests.support.engines.engine import TracedEngine
 from tests.support.engines.vllm_configs import configure
-from tests.support.models.checkpoints import SHIPPED, copy_checkpoint
+from tests.support.models.checkpoints import SHIPPED, changed, copy_checkpoint
 from tests.support.models.quantized import block_checkpoint, example, quantized_checkpoint
 
 pytestmark = pytest.mark.engine
@@ -38,18 +37,13 @@ def expected() -> list[list[int]]:
     return answers(SHIPPED)
 
 
-def requantized(source: Path, folder: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
-    """Return a copy whose quantization config is changed in place."""
-    shutil.copytree(source, folder)
-    config = json.loads((folder / "config.json").read_text())
-    change(config["quantization_config"])
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 def test_newer_version(fp8: Path, tmp_path: Path) -> None:
     """A file of a newer compressed-tensors than the installed one is configured."""
-    configure(requantized(fp8, tmp_path / "new", lambda old: old.update(version="0.18.0")))
+
+    def renew(config: dict[str, Any]) -> None:
+        config["quantization_config"]["version"] = "0.18.0"
+
+    configure(changed(fp8, tmp_path / "new", reconfigure=renew))
 
 
 def test_adapter_beside_the_weights(
@@ -91,25 +85,22 @@ def test_layers_without_v_proj(method: str, fp8: Path, tmp_path: Path) -> None:
     source = fp8
     if method == "fp8":
         source = block_checkpoint(fp8, tmp_path / "block", method)
-    folder = tmp_path / "ignored"
     names = [f"model.decoder.layers.1.self_attn.{part}_proj" for part in "qk"]
     key = "ignore" if method == "compressed-tensors" else "modules_to_not_convert"
-    requantized(source, folder, lambda settings: settings[key].extend(names))
-    tensors = load_file(folder / "model.safetensors")
     original = load_file(SHIPPED / "model.safetensors")
-    for name in names:
-        for end in ("weight_scale", "weight_scale_inv"):
-            tensors.pop(f"{name}.{end}", None)
-        stored = next(
-            one
-            for one in (
-                f"{name}.weight",
-                f"{name}.weight".replace("decoder", "encoder.language_model"),
-            )
-            if one in original
-        )
-        tensors[f"{name}.weight"] = original[stored]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def unquantize(tensors: dict[str, Tensor]) -> None:
+        for name in names:
+            for end in ("weight_scale", "weight_scale_inv"):
+                tensors.pop(f"{name}.{end}", None)
+            tensors[f"{name}.weight"] = original[f"{name}.weight"]
+
+    folder = changed(
+        source,
+        tmp_path / "ignored",
+        unquantize,
+        lambda config: config["quantization_config"][key].extend(names),
+    )
     options = OPTIONS[method]
     with TracedEngine(folder, max_model_len=256, **options) as engine:
         layers = engine.runner.model.model.layers

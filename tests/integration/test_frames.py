@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 
 from tests.support.engines.engine import TracedEngine
 from tests.support.oracles.frames import EVERY_FIELD, Watched, steps_that_decided
@@ -37,13 +39,13 @@ ASKED: dict[str, dict[str, Any]] = {
     "two answers": {"n": 2, "temperature": 1.3},
     "stop string": {"stop": [", "]},
     "stop token": {"stop_token_ids": [105]},
-    "regex": {"structured_outputs": {"regex": "[a-z]{5,12}!"}},
+    "regex": {"structured_outputs": StructuredOutputsParams(regex="[a-z]{5,12}!")},
     "bad words": {"bad_words": ["a"]},
     "special tokens": {"skip_special_tokens": False, "ignore_eos": True},
     "repetition": {
         "ignore_eos": True,
         "logit_bias": {40: 100.0},
-        "repetition_detection": {"max_pattern_size": 2, "min_count": 3},
+        "repetition_detection": RepetitionDetectionParams(max_pattern_size=2, min_count=3),
     },
     "stop token in the text": {"stop_token_ids": [105], "include_stop_str_in_output": True},
     "log-probabilities": {"logprobs": 2},
@@ -51,15 +53,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 def params_of(asked: dict[str, Any], extra_args: dict[str, Any]) -> Any:
-    from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
-
     options = {"max_tokens": 96, "seed": 3, "skip_special_tokens": True} | asked
-    if "repetition_detection" in options:
-        options["repetition_detection"] = RepetitionDetectionParams(
-            **options["repetition_detection"]
-        )
-    if "structured_outputs" in options:
-        options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
     return TracedEngine.sampling_params(**options, extra_args=extra_args)
 
 
@@ -149,8 +143,6 @@ def test_interval_and_fields(engine: TracedEngine, prompts: list[list[int]]) -> 
 
 def test_nobody_watches(engine: TracedEngine) -> None:
     """Frames that nobody would see, or for too many requests, are refused."""
-    from vllm.exceptions import VLLMValidationError
-
     params = params_of({"max_tokens": 4}, {"diffusion_frames": 1})
     with pytest.raises(VLLMValidationError, match=r"vllm_diffusion\.live\.watch") as error:
         engine.outputs([[30, 31]], params)

@@ -1,14 +1,19 @@
 """An image in the prompt attends in both directions, as in ``transformers``."""
 
 import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.integration.test_parity import LOGIT_TOLERANCE, denoising
+from tests.integration.test_parity import LOGIT_TOLERANCE, assert_same_steps, denoising
+from tests.robustness.requests import image_message
+from tests.robustness.requests import picture as data_url
 from tests.support.engines.engine import TracedEngine
+from tests.support.engines.server import Server, start_server
 from tests.support.families.mineru_model import picture
 from tests.support.models.checkpoints import SHIPPED, copy_checkpoint, random_checkpoint, randomize
 from tests.support.oracles.oracle import Oracle
@@ -18,50 +23,58 @@ pytestmark = pytest.mark.engine
 CANVAS = 32
 
 
+class PicturePrompt:
+    """A prompt with a random picture, larger than the window.
+
+    Attributes:
+        request: What the engine is asked.
+        tokens: Of the prompt.
+        inputs: What else ``transformers`` makes of it.
+    """
+
+    def __init__(self, checkpoint: Path, seed: int, text: str | None = None) -> None:
+        from transformers import AutoProcessor
+
+        processor = AutoProcessor.from_pretrained(checkpoint)
+        if text is None:
+            content = [{"type": "image"}, {"type": "text", "text": "What is in the picture?"}]
+            text = processor.apply_chat_template(
+                [{"role": "user", "content": content}], add_generation_prompt=True
+            )
+        image = picture(96, 96, seed)
+        self.request = {"prompt": text, "multi_modal_data": {"image": image}}
+        self.inputs = processor(
+            text=text, images=[image], return_tensors="pt", add_special_tokens=False
+        )
+        self.tokens: list[int] = self.inputs.pop("input_ids")[0].tolist()
+        self.inputs.pop("attention_mask", None)
+
+
 @pytest.mark.parametrize("attention", ["reference", pytest.param("triton", marks=pytest.mark.slow)])
 def test_image_prompt(tmp_path, attention):
     """With an image larger than the window each step has the oracle's logits."""
-    from transformers import AutoProcessor
-
     checkpoint = random_checkpoint(tmp_path)
-    processor = AutoProcessor.from_pretrained(checkpoint)
-    messages = [
-        {
-            "role": "user",
-            "content": [{"type": "image"}, {"type": "text", "text": "What is in the picture?"}],
-        }
-    ]
-    text = processor.apply_chat_template(messages, add_generation_prompt=True)
-    engine = TracedEngine(
+    oracle = Oracle(checkpoint)
+    params = {"seed": 5, "max_tokens": CANVAS, "ignore_eos": True}
+    first_logits = []
+    with TracedEngine(
         checkpoint,
         limit_mm_per_prompt={"image": 1, "video": 0, "audio": 0},
         additional_config={"diffusion": {"attention": attention}},
-    )
-    oracle = Oracle(checkpoint)
-    try:
-        first_logits = []
+    ) as engine:
         for seed in (1, 2):
-            image = picture(96, 96, seed)
+            asked = PicturePrompt(checkpoint, seed)
             with engine.recording() as steps:
-                output = engine.llm.generate(
-                    [{"prompt": text, "multi_modal_data": {"image": image}}],
-                    engine.sampling_params(seed=5, max_tokens=CANVAS, ignore_eos=True),
-                    use_tqdm=False,
-                )[0]
-            inputs = processor(text=text, images=[image], return_tensors="pt")
-            prompt = inputs.pop("input_ids")[0].tolist()
-            inputs.pop("attention_mask", None)
-            assert list(output.prompt_token_ids) == prompt
-            expected = oracle.generate(prompt, seed=5, max_tokens=CANVAS, ignore_eos=True, **inputs)
+                (output,) = engine.llm.generate(
+                    [asked.request], engine.sampling_params(**params), use_tqdm=False
+                )
+            assert list(output.prompt_token_ids) == asked.tokens
+            expected = oracle.generate(asked.tokens, **params, **asked.inputs)
             ours = denoising(steps)
-            for i, (step, logits) in enumerate(zip(ours, expected.logits, strict=True)):
-                error = (step.logits - logits).abs().max().item()
-                assert error <= LOGIT_TOLERANCE, f"step {i}: logits differ by {error:.2e}"
+            assert_same_steps(ours, expected)
             assert list(output.outputs[0].token_ids) == expected.tokens
             first_logits.append(ours[0].logits)
-        assert (first_logits[0] - first_logits[1]).abs().max() > 100 * LOGIT_TOLERANCE
-    finally:
-        engine.close()
+    assert (first_logits[0] - first_logits[1]).abs().max() > 100 * LOGIT_TOLERANCE
 
 
 def _gemma4(folder: Path) -> Any:
@@ -90,41 +103,29 @@ def _gemma4(folder: Path) -> Any:
 
 def test_image_prompt_of_an_autoregressive_model(tmp_path):
     """Gemma 4's prompt log-probabilities look ahead in windowed layers only."""
-    from transformers import AutoProcessor
     from vllm import SamplingParams
 
     model = _gemma4(tmp_path)
-    processor = AutoProcessor.from_pretrained(tmp_path)
-    text = f"<bos>Look: {processor.image_token} What is in the picture, and what is not?"
-    engine = TracedEngine(
-        tmp_path,
-        dtype="float32",
-        limit_mm_per_prompt={"image": 1, "video": 0, "audio": 0},
-    )
-    try:
+    text = "<bos>Look: <|image|> What is in the picture, and what is not?"
+    with TracedEngine(
+        tmp_path, dtype="float32", limit_mm_per_prompt={"image": 1, "video": 0, "audio": 0}
+    ) as engine:
         for seed in (1, 2):
-            image = picture(96, 96, seed)
-            output = engine.llm.generate(
-                [{"prompt": text, "multi_modal_data": {"image": image}}],
-                SamplingParams(max_tokens=1, prompt_logprobs=0),
-                use_tqdm=False,
-            )[0]
-            inputs = processor(
-                text=text, images=[image], return_tensors="pt", add_special_tokens=False
+            asked = PicturePrompt(tmp_path, seed, text)
+            (output,) = engine.llm.generate(
+                [asked.request], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False
             )
-            prompt = inputs["input_ids"][0]
-            assert output.prompt_token_ids == prompt.tolist()
+            assert output.prompt_token_ids == asked.tokens
+            prompt = torch.tensor([asked.tokens])
             with torch.no_grad():
-                expected = model(**inputs).logits[0, :-1].log_softmax(-1)
-            expected = expected.gather(1, prompt[1:, None])[:, 0]
+                expected = model(prompt, **asked.inputs).logits[0, :-1].log_softmax(-1)
+            expected = expected.gather(1, prompt[0, 1:, None])[:, 0]
             ours = [
                 row[token].logprob
-                for row, token in zip(output.prompt_logprobs[1:], prompt[1:].tolist(), strict=True)
+                for row, token in zip(output.prompt_logprobs[1:], asked.tokens[1:], strict=True)
             ]
             error = (torch.tensor(ours) - expected).abs().max().item()
             assert error <= LOGIT_TOLERANCE, f"log-probabilities differ by {error:.2e}"
-    finally:
-        engine.close()
 
 
 # Refused before the picture is processed and after it, where the constraint is read; the first is
@@ -137,46 +138,41 @@ REFUSED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.slow
-def test_picture_of_a_refused_request(tmp_path: Path) -> None:
-    """The picture of a refused request is answered when it is sent again."""
-    from tests.robustness.requests import image_message
-    from tests.robustness.requests import picture as data_url
-    from tests.support.engines.server import start_server
-
+@pytest.fixture(scope="module")
+def picture_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Run a server whose requests may have one picture."""
     options = ("--limit-mm-per-prompt", '{"image": 1, "video": 0, "audio": 0}')
-    with start_server(SHIPPED, tmp_path / "server.log", *options) as server:
-        for shade, fields in enumerate(REFUSED):
-            chat = {"messages": image_message(data_url(shade=shade)), "max_tokens": 4}
-            refused = server.post("/v1/chat/completions", {**chat, **fields})
-            assert refused.status_code == 400, refused.text
-            assert '"error"' in refused.text
-            assert "choices" not in refused.text
-            for _ in range(2):
-                answered = server.post("/v1/chat/completions", chat)
-                assert answered.status_code == 200, f"after {fields}: {answered.text}"
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    with start_server(SHIPPED, log, *options) as running:
+        yield running
 
 
 @pytest.mark.slow
-def test_constraints_that_take_a_moment(tmp_path: Path) -> None:
+def test_picture_of_a_refused_request(picture_server: Server) -> None:
+    """The picture of a refused request is answered when it is sent again."""
+    for shade, fields in enumerate(REFUSED):
+        chat = {"messages": image_message(data_url(shade=shade)), "max_tokens": 4}
+        refused = picture_server.post("/v1/chat/completions", {**chat, **fields})
+        assert refused.status_code == 400, refused.text
+        assert '"error"' in refused.text
+        assert "choices" not in refused.text
+        for _ in range(2):
+            answered = picture_server.post("/v1/chat/completions", chat)
+            assert answered.status_code == 200, f"after {fields}: {answered.text}"
+
+
+@pytest.mark.slow
+def test_constraints_that_take_a_moment(picture_server: Server) -> None:
     """Requests with one new picture are all answered, although a constraint of the first takes a
     moment to be read.
     """
-    from concurrent.futures import ThreadPoolExecutor
-
-    from tests.robustness.requests import image_message
-    from tests.robustness.requests import picture as data_url
-    from tests.support.engines.server import start_server
-
-    options = ("--limit-mm-per-prompt", '{"image": 1, "video": 0, "audio": 0}')
     choices = [f"{i} {'word ' * 8}" for i in range(4000)]
-    with (
-        start_server(SHIPPED, tmp_path / "server.log", *options) as server,
-        ThreadPoolExecutor(8) as threads,
-    ):
-        for shade in range(4):
-            chat = {"messages": image_message(data_url(shade=100 + shade)), "max_tokens": 2}
-            slow = {**chat, "structured_outputs": {"choice": choices[shade * 900 :][:900]}}
-            sent = [threads.submit(server.post, "/v1/chat/completions", slow)]
-            sent += [threads.submit(server.post, "/v1/chat/completions", chat) for _ in range(7)]
+    with ThreadPoolExecutor(8) as threads:
+        for shade in range(100, 104):
+            chat = {"messages": image_message(data_url(shade=shade)), "max_tokens": 2}
+            slow = {**chat, "structured_outputs": {"choice": choices[shade % 100 * 900 :][:900]}}
+            sent = [threads.submit(picture_server.post, "/v1/chat/completions", slow)]
+            sent += [
+                threads.submit(picture_server.post, "/v1/chat/completions", chat) for _ in range(7)
+            ]
             assert [one.result().status_code for one in sent] == [200] * 8

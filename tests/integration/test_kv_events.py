@@ -19,7 +19,7 @@ from vllm.distributed.kv_events import (
 )
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, maybe_convert_block_hash
 
-from tests.support.engines.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine, tokens_of
 from tests.support.families.cases import LAYOUTS, checkpoint_of
 from tests.support.models.prompts import prompt_of
 from vllm_diffusion.cli.server import free_port
@@ -181,21 +181,22 @@ class Subject:
         }
 
 
-def _parameters() -> Iterator[Any]:
+KEEPS = {"async_scheduling": True, "prefix_cache_retention_interval": None}
+SUBJECTS = [
     # By default layers with a window keep the end of a prompt only.
-    yield pytest.param(("gemma", {}), id="synchronous", marks=pytest.mark.slow)
-    keeps = {"async_scheduling": True, "prefix_cache_retention_interval": None}
-    yield pytest.param(("gemma", keeps), id="asynchronous")
-    for family in LAYOUTS:
-        for is_async in (False, True):
-            yield pytest.param(
-                (family, {"async_scheduling": is_async}),
-                id=f"{family}-{'asynchronous' if is_async else 'synchronous'}",
-                marks=pytest.mark.slow,
-            )
+    pytest.param(("gemma", {}), id="synchronous", marks=pytest.mark.slow),
+    pytest.param(("gemma", KEEPS), id="asynchronous"),
+    *(
+        pytest.param(
+            (family, {"async_scheduling": is_async}), id=f"{family}-{order}", marks=pytest.mark.slow
+        )
+        for family in LAYOUTS
+        for order, is_async in (("synchronous", False), ("asynchronous", True))
+    ),
+]
 
 
-@pytest.fixture(scope="module", params=_parameters())
+@pytest.fixture(scope="module", params=SUBJECTS)
 def subject(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Subject]:
@@ -230,10 +231,7 @@ def test_events(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     outputs = subject.ask(prompts)
     subject.hear()
     monkeypatch.undo()
-    texts = [
-        prompt + list(output.outputs[0].token_ids)
-        for prompt, output in zip(prompts, outputs, strict=True)
-    ]
+    texts = [prompt + tokens for prompt, tokens in zip(prompts, tokens_of(outputs), strict=True)]
     assert {(group, one) for group, held in router.held.items() for one in held} == set(
         subject.held()
     )
@@ -252,9 +250,7 @@ def test_events(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     assert subject.traced.llm.reset_prefix_cache()
     fresh = subject.ask(chats, 30)
     assert [output.num_cached_tokens for output in fresh] == [0] * len(chats)
-    assert [list(o.outputs[0].token_ids) for o in fresh] == [
-        list(o.outputs[0].token_ids) for o in found
-    ]
+    assert tokens_of(fresh) == tokens_of(found)
     rows = subject.rows()
     for key, row in announced.items():
         # Layers with a window may have dropped theirs, and the marks are gone.

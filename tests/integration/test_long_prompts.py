@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.engines.vllm_configs import configure
 from tests.support.families.cases import checkpoint_of
 
 pytestmark = pytest.mark.engine
@@ -19,12 +20,11 @@ class Scheduled:
     """A scheduler without an engine, in which no pass converges or is computed."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
-        from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
         from vllm.v1.structured_output import StructuredOutputManager
 
-        config = EngineArgs(
-            str(folder),
+        config = configure(
+            folder,
             skip_tokenizer_init=True,
             max_model_len=MODEL,
             max_num_batched_tokens=BUDGET,
@@ -33,7 +33,7 @@ class Scheduled:
             enable_prefix_caching=False,
             limit_mm_per_prompt={"image": 0, "video": 0, "audio": 0},
             **options,
-        ).create_engine_config()
+        )
         num_blocks = 4 * MODEL // BLOCK_SIZE
         config.cache_config.num_gpu_blocks = num_blocks
         attention = FullAttentionSpec(

@@ -3,7 +3,6 @@
 import gc
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,21 +21,20 @@ ALLOWED_GROWTH_BYTES = 48 * 1024**2
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[TracedEngine]:
-    with TracedEngine(Path(SHIPPED), max_model_len=256, max_num_seqs=4) as traced:
+    with TracedEngine(SHIPPED, max_model_len=256, max_num_seqs=4) as traced:
         yield traced
 
 
 def test_an_abort_while_the_prompt_runs() -> None:
     """An abort during the prompt leaves nothing, although log-probabilities arrive later."""
-    with TracedEngine(Path(SHIPPED), max_model_len=256, async_scheduling=True) as engine:
+    with TracedEngine(SHIPPED, max_model_len=256, async_scheduling=True) as engine:
         core = engine.llm.llm_engine
         params = engine.sampling_params(max_tokens=4, prompt_logprobs=0, logit_bias={40: 1.0})
         core.add_request("gone", {"prompt_token_ids": [30] * 20}, params)
         core.step()
         core.abort_request(["gone"])
         core.add_request("next", {"prompt_token_ids": [30] * 5}, engine.sampling_params())
-        while core.has_unfinished_requests():
-            core.step()
+        engine.finish()
         engine.check_integrity()
 
 
@@ -79,8 +77,7 @@ def run_batch(engine: TracedEngine, rng: random.Random, num_requests: int) -> No
             for _ in range(rng.randint(0, 2)):
                 core.step()
             core.abort_request([name])
-    while core.has_unfinished_requests():
-        core.step()
+    engine.finish()
     engine.check_integrity()
 
 

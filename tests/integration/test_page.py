@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tests.support.doubles import page_stub
-from tests.support.doubles.page_browser import CONTRASTS, MARKS, ask, cells, connect, counter
+from tests.support.doubles.page_browser import CONTRASTS, MARKS, ask, cells, connect, counter, send
 from tests.support.doubles.page_stub import Stub, running_stub
 
 pytestmark = MARKS
@@ -60,18 +60,15 @@ def test_server_dies(new_page: Callable[..., Page]) -> None:
     with running_stub() as dying:
         page = new_page(dying.url)
         connect(page, page_stub.KEY)
-        page.get_by_role("textbox", name="Message").fill("die")
-        page.keyboard.press("Enter")
+        send(page, "die")
         expect(page.get_by_role("alert")).to_contain_text("Server: it broke off in the middle")
         expect(page.get_by_role("log").locator(".said").last).to_contain_text("what they are told.")
         expect(page.get_by_role("textbox", name="Message")).to_have_value("die")
-        page.get_by_role("textbox", name="Message").fill("")
         ask(page, "And now?")
         # An answer that was broken off is not part of the chat.
         assert [m["content"] for m in dying.asked[-1]["messages"]] == ["And now?"]
         expect(page.get_by_role("alert")).to_have_text("")
-    page.get_by_role("textbox", name="Message").fill("Is anybody there?")
-    page.keyboard.press("Enter")
+    send(page, "Is anybody there?")
     expect(page.get_by_role("alert")).to_contain_text("Network: the server cannot be reached")
     expect(page.get_by_role("button", name="Send")).to_be_enabled()
 
@@ -84,8 +81,7 @@ def test_problems_in_one_sentence(page: Page, stub: Stub) -> None:
         ("another model", "Model: The model `stub` does not exist."),
         ("give up", "Server: it gave the answer up: The engine died."),
     ):
-        page.get_by_role("textbox", name="Message").fill(prompt)
-        page.keyboard.press("Enter")
+        send(page, prompt)
         expect(alert).to_have_text(sentence)
         expect(page.get_by_role("textbox", name="Message")).to_be_focused()
     num_asked = len(stub.asked)
@@ -96,18 +92,14 @@ def test_problems_in_one_sentence(page: Page, stub: Stub) -> None:
     )
     expect(page.get_by_label("Max steps").first).to_be_focused()
     page.get_by_label("Max steps").first.fill("3")
-    page.get_by_role("textbox", name="Message").fill("")
-    page.keyboard.press("Enter")
+    send(page, "")
     expect(alert).to_have_text("Message: it is empty; write one.")
     assert len(stub.asked) == num_asked
-    page.get_by_role("textbox", name="Message").fill("slowly")
-    page.keyboard.press("Enter")
+    send(page, "slowly")
     page.get_by_role("button", name="Stop").click()
     expect(page.locator(".state")).to_have_text("Stopped")
     expect(alert).to_have_text("")
-    page.get_by_role("textbox", name="Message").fill("")
     ask(page, "One.")
-    page.get_by_role("textbox", name="Message").fill("")
     ask(page, "Two.")
     asked = stub.asked[-1]
     assert [m["role"] for m in asked["messages"]] == ["user", "assistant", "user"]
@@ -309,8 +301,7 @@ def test_end_token_explained(page: Page) -> None:
 @pytest.mark.slow
 def test_cold_server(page: Page) -> None:
     """Before the first step the page shows an empty canvas and running seconds."""
-    page.get_by_role("textbox", name="Message").fill("cold")
-    page.keyboard.press("Enter")
+    send(page, "cold")
     expect(page.locator(".state")).to_have_text("Waiting for the first step")
     assert cells(page) == [""] * page_stub.CANVAS_LENGTH
     first = counter(page.locator(".panel"), "Seconds")
@@ -428,8 +419,7 @@ def test_empty_answers(page: Page, stub: Stub) -> None:
     # Messages of the page are not part of the chat.
     answers = [m["content"] for m in stub.asked[-1]["messages"] if m["role"] == "assistant"]
     assert answers == [""] * 5
-    page.get_by_role("textbox", name="Message").fill("give up")
-    page.keyboard.press("Enter")
+    send(page, "give up")
     expect(page.get_by_role("alert")).to_contain_text("it gave the answer up")
     expect(page.get_by_role("log").locator(".said").last).to_contain_text("what they are told.")
 

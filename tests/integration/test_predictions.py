@@ -1,6 +1,5 @@
 """With ``prediction``, canvases start from a text that the answer is expected to resemble."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from tests.support.engines.engine import TracedEngine
 from tests.support.families import makers as tiny
 from tests.support.families.llada2_model import llada2, llada2_2
 from tests.support.families.model import MASK_ID, prompt_of
-from tests.support.models.checkpoints import SHIPPED
 from tests.support.models.prompts import chat_prompt
 from vllm_diffusion.canvas.predictions import FollowedText, expected
 from vllm_diffusion.metrics import request_metrics
@@ -23,19 +21,12 @@ ORDERS = [
     pytest.param(False, id="synchronous"),
     pytest.param(True, id="asynchronous"),
 ]
+# The shipped DiffusionGemma.
+in_both_orders = pytest.mark.parametrize("engine", ORDERS, indirect=True)
 WIDTH = 32
 WORDS = ["kite", "lemon", "stone", "lamp", "rose", "bird", "fish", "tree", "house", "chair"]
 LIST = "\n".join(f"- {word}" for word in WORDS)
 QUESTION = f"Make a bullet list: {', '.join(WORDS)}."
-
-
-@pytest.fixture(scope="module", params=ORDERS)
-def shipped(request: pytest.FixtureRequest) -> Iterator[TracedEngine]:
-    """The shipped DiffusionGemma."""
-    with TracedEngine(
-        SHIPPED, async_scheduling=request.param, max_num_seqs=8, max_model_len=512
-    ) as engine:
-        yield engine
 
 
 def params(prediction: Any, **changes: Any) -> SamplingParams:
@@ -51,13 +42,14 @@ def asked(engine: TracedEngine, text: str) -> list[int]:
     return chat_prompt(engine.llm.get_tokenizer(), text)
 
 
-def test_canvases_start_from_it(shipped: TracedEngine) -> None:
+@in_both_orders
+def test_canvases_start_from_it(engine: TracedEngine) -> None:
     """A predicted answer takes fewer passes, is the same, and changes no other request."""
-    prompt, other = asked(shipped, QUESTION), asked(shipped, "Count from 3 to 12.")
-    (alone,) = shipped.outputs([other], [params(None)])
-    plain, _ = shipped.outputs([prompt, other], [params(None), params(None)])
+    prompt, other = asked(engine, QUESTION), asked(engine, "Count from 3 to 12.")
+    (alone,) = engine.outputs([other], [params(None)])
+    plain, _ = engine.outputs([prompt, other], [params(None), params(None)])
     texts = [LIST, LIST.replace("stone", "stove"), "zq" * 60]
-    outputs = shipped.outputs([prompt] * len(texts) + [other], [*map(params, texts), params(None)])
+    outputs = engine.outputs([prompt] * len(texts) + [other], [*map(params, texts), params(None)])
     assert outputs[-1].outputs[0].token_ids == alone.outputs[0].token_ids
     of_plain = request_metrics(plain.outputs[0])
     assert len(of_plain.denoise_steps_per_canvas) >= 3
@@ -77,14 +69,15 @@ def test_canvases_start_from_it(shipped: TracedEngine) -> None:
         assert metrics.passes < of_plain.passes
 
 
+@in_both_orders
 @pytest.mark.parametrize("of_prompt", [False, True])
-def test_where_they_start(shipped: TracedEngine, of_prompt: bool) -> None:
+def test_where_they_start(engine: TracedEngine, of_prompt: bool) -> None:
     """Each canvas starts where the host finds the emitted tokens in the text, in both orders."""
-    prompt = asked(shipped, QUESTION)
-    tokenizer = shipped.llm.get_tokenizer()
+    prompt = asked(engine, QUESTION)
+    tokenizer = engine.llm.get_tokenizer()
     text = prompt if of_prompt else tokenizer.encode(LIST, add_special_tokens=False)
-    with shipped.recording() as steps:
-        (output,) = shipped.outputs(
+    with engine.recording() as steps:
+        (output,) = engine.outputs(
             [prompt], [params("prompt" if of_prompt else LIST, ignore_eos=True, max_tokens=128)]
         )
     tokens = list(output.outputs[0].token_ids)
@@ -150,16 +143,17 @@ def test_a_family_that_cannot_revise(tmp_path: Path) -> None:
         assert refused.value.parameter == "diffusion_prediction"
 
 
-def test_forms(shipped: TracedEngine) -> None:
+@in_both_orders
+def test_forms(engine: TracedEngine) -> None:
     """OpenAI's object equals its text or parts, and an empty one means no prediction."""
     half = len(LIST) // 2
     parts = [{"type": "text", "text": part} for part in (LIST[:half], LIST[half:])]
     forms = [LIST, {"type": "content", "content": LIST}, {"type": "content", "content": parts}]
     nothing = [None, "", {"type": "content", "content": ""}]
-    prompt = asked(shipped, QUESTION)
+    prompt = asked(engine, QUESTION)
     # Afterwards the cache has the prompt for each of them.
-    shipped.outputs([prompt], [params(None)])
-    outputs = shipped.outputs([prompt] * 6, [params(form) for form in forms + nothing])
+    engine.outputs([prompt], [params(None)])
+    outputs = engine.outputs([prompt] * 6, [params(form) for form in forms + nothing])
     counts = [request_metrics(one.outputs[0]) for one in outputs]
     assert len({repr(one) for one in counts[:3]}) == 1
     assert len({repr(one) for one in counts[3:]}) == 1

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.integration.test_published_files import config_of
 from tests.support.families.published import (
     ExpectedDraft,
     PublishedFiles,
@@ -61,8 +62,6 @@ def target_of(draft: ExpectedDraft, folder: Path) -> Path:
 
 def started(draft: ExpectedDraft, folder: Path, changes: dict[str, Any] | None = None) -> Any:
     """Return vLLM's configuration of a target with the draft."""
-    from vllm.engine.arg_utils import EngineArgs
-
     completed = draft.completed if changes is None else changes
     files = {"config.json": draft.files.config | completed}
     speculation = {
@@ -71,12 +70,7 @@ def started(draft: ExpectedDraft, folder: Path, changes: dict[str, Any] | None =
         # A block of DFlash begins with an anchor, where nothing is proposed.
         "num_speculative_tokens": draft.values.get("block", 8) - (draft.method == "dflash"),
     }
-    return EngineArgs(
-        model=str(target_of(draft, folder)),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        speculative_config=speculation,
-    ).create_engine_config()
+    return config_of(target_of(draft, folder), speculative_config=speculation)
 
 
 def read_by_us(draft: Any, layout: str) -> dict[str, Any]:

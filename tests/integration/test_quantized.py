@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from tests.support.engines.engine import TracedEngine
+from tests.support.engines.engine import StepRecord, TracedEngine
 from tests.support.engines.generate import run_engine, small_engine
 from tests.support.engines.layer_records import recorded_experts, recorded_linears, reference_linear
 from tests.support.models.checkpoints import SHIPPED
@@ -53,6 +53,39 @@ def divergence(exact: Tensor, logits: Tensor) -> float:
     return (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
 
 
+def first_steps(engine: TracedEngine, prompts: list[list[int]], **more: Any) -> list[StepRecord]:
+    """Return the first step of an answer to each prompt."""
+    params = engine.sampling_params(seed=1, max_tokens=CANVAS, ignore_eos=True)
+    found = []
+    for prompt in prompts:
+        with engine.recording() as steps:
+            engine.outputs([prompt], params, **more)
+        found.append(steps[0])
+    return found
+
+
+class Distances:
+    """How far the engine's first steps, and the float32 reference's, are from float64.
+
+    Attributes:
+        errors: Of each prompt, the median row's largest error of a logit.
+        plain_errors: Likewise, of the reference.
+        ours: The sum of KL divergences, in nats.
+        theirs: Likewise, of the reference.
+    """
+
+    def __init__(self, fp32: QuantizedOracle, fp64: QuantizedOracle, steps: Any) -> None:
+        self.errors, self.plain_errors, self.ours, self.theirs = [], [], 0.0, 0.0
+        for prompt, step in steps:
+            canvas = step.canvas.tolist()
+            exact = fp64.first_step(prompt, canvas).double()
+            plain = perturbed_first_step(fp32, prompt, canvas)
+            self.errors.append((step.logits - exact).abs().amax(-1).median().item())
+            self.plain_errors.append((plain.double() - exact).abs().amax(-1).median().item())
+            self.ours += divergence(exact, step.logits)
+            self.theirs += divergence(exact, plain)
+
+
 class Run:
     """The first steps of a quantized checkpoint on several prompts, with every layer recorded."""
 
@@ -64,13 +97,8 @@ class Run:
             with (
                 recorded_linears(model) as self.linears,
                 recorded_experts(NUM_LAYERS) as self.experts,
-                engine.recording() as steps,
             ):
-                self.steps = []
-                for prompt in self.prompts:
-                    engine.generate([prompt], seeds=[1], max_tokens=CANVAS, ignore_eos=True)
-                    self.steps.append(steps[0])
-                    steps.clear()
+                self.steps = first_steps(engine, self.prompts)
         self.fp32 = QuantizedOracle(checkpoint, torch.float32)
         self.fp64 = QuantizedOracle(checkpoint, torch.float64)
 
@@ -109,25 +137,15 @@ def test_logits(run):
 
     Which activations flip depends on the processor's order of sums.
     """
-    errors, plain_errors, ours, theirs = [], [], [], []
-    for prompt, step in zip(run.prompts, run.steps, strict=True):
-        canvas = step.canvas.tolist()
-        exact = run.fp64.first_step(prompt, canvas).double()
-        errors.append((step.logits - exact).abs().amax(-1).median().item())
-        ours.append(divergence(exact, step.logits))
-        plain = perturbed_first_step(run.fp32, prompt, canvas)
-        plain_errors.append((plain.double() - exact).abs().amax(-1).median().item())
-        theirs.append(divergence(exact, plain))
-    print("\nmedian row's error:", ", ".join(f"{error:.1e}" for error in errors))
-    print(
-        f"KL, nats: ours {sum(ours) / len(ours):.1e}, plain PyTorch {sum(theirs) / len(theirs):.1e}"
-    )
+    found = Distances(run.fp32, run.fp64, zip(run.prompts, run.steps, strict=True))
+    print("\nmedian row's error:", ", ".join(f"{error:.1e}" for error in found.errors))
+    print(f"KL, nats, of all prompts: ours {found.ours:.1e}, plain PyTorch {found.theirs:.1e}")
     num_flipped, num_plain = (
-        sum(error > 1e-3 for error in each) for each in (errors, plain_errors)
+        sum(error > 1e-3 for error in each) for each in (found.errors, found.plain_errors)
     )
     print(f"prompts with a flip: ours {num_flipped}, plain PyTorch {num_plain}")
     assert num_flipped <= max(NUM_PROMPTS // 2 - 1, num_plain)
-    assert sum(ours) <= 2 * sum(theirs) + NUM_PROMPTS * 1e-2
+    assert found.ours <= 2 * found.theirs + NUM_PROMPTS * 1e-2
 
 
 def perturbed_first_step(oracle: QuantizedOracle, prompt: list[int], canvas: list[int]) -> Tensor:
@@ -143,6 +161,16 @@ def perturbed_first_step(oracle: QuantizedOracle, prompt: list[int], canvas: lis
         table.data.copy_(kept)
 
 
+def sum_of_7_and_8(engine: TracedEngine) -> str:
+    """Return what the trained weights answer."""
+    (output,) = engine.llm.chat(
+        [{"role": "user", "content": "Add 7 and 8."}],
+        engine.sampling_params(max_tokens=CANVAS, skip_special_tokens=True),
+        use_tqdm=False,
+    )
+    return output.outputs[0].text
+
+
 def test_modelopt_layout(tmp_path, start_log):
     """Experts in NVFP4, other layers in BF16 and an FP8 cache with scales give right answers, and
     the log names once what computes them.
@@ -156,12 +184,7 @@ def test_modelopt_layout(tmp_path, start_log):
         assert layers[0].self_attn.attn._v_scale.item() == pytest.approx(0.02, rel=1e-2)
         with recorded_experts(NUM_LAYERS) as experts:
             engine.generate([prompt_of(40)], seeds=[1], max_tokens=CANVAS, ignore_eos=True)
-        answer = engine.llm.chat(
-            [{"role": "user", "content": "Add 7 and 8."}],
-            engine.sampling_params(max_tokens=CANVAS, skip_special_tokens=True),
-            use_tqdm=False,
-        )
-    assert answer[0].outputs[0].text == "15"
+        assert sum_of_7_and_8(engine) == "15"
     for line in (
         "NVFP4 experts: emulated in PyTorch on the CPU (weights and activations)",
         "4 x experts: TorchNvfp4Experts",
@@ -190,12 +213,7 @@ def test_modelopt_weights_alone(tmp_path):
     (checkpoint / "config.json").write_text(json.dumps(config))
     assert not any("input_scale" in name for name in load_file(checkpoint / "model.safetensors"))
     with TracedEngine(checkpoint) as engine:
-        answer = engine.llm.chat(
-            [{"role": "user", "content": "Add 7 and 8."}],
-            engine.sampling_params(max_tokens=CANVAS, skip_special_tokens=True),
-            use_tqdm=False,
-        )
-    assert answer[0].outputs[0].text == "15"
+        assert sum_of_7_and_8(engine) == "15"
 
 
 @pytest.mark.slow

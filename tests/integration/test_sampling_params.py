@@ -1,5 +1,7 @@
 """Each sampling parameter acts on a canvas as docs/use/requests.md describes."""
 
+import functools
+
 import pytest
 import torch
 
@@ -145,15 +147,17 @@ def test_prompt_logprobs_are_those_of_the_causal_encoder(engine, checkpoint):
     torch.testing.assert_close(torch.tensor(ours), expected, atol=1e-3, rtol=0)
 
 
+def steps_of_a_canvas(engine, **extra_args):
+    (output,) = engine.generate(
+        [PROMPT], seeds=[5], max_tokens=CANVAS, ignore_eos=True, extra_args=extra_args
+    )
+    return request_metrics(output).denoise_steps_per_canvas[0]
+
+
 def test_settings_of_a_request_over_those_of_the_server(engine):
     """A request's tight budget takes all allowed steps, and a wide one few."""
 
-    def steps(**extra_args):
-        (output,) = engine.generate(
-            [PROMPT], seeds=[5], max_tokens=CANVAS, ignore_eos=True, extra_args=extra_args
-        )
-        return request_metrics(output).denoise_steps_per_canvas[0]
-
+    steps = functools.partial(steps_of_a_canvas, engine)
     assert steps(diffusion_entropy_bound=1e-6) == 16
     wide = {
         "diffusion_entropy_bound": 1e6,
@@ -172,9 +176,4 @@ def test_temperatures_of_a_request(engine):
     """The request's temperature schedule scales the logits whose entropy decides."""
     low = {"diffusion_t_min": 0.05, "diffusion_t_max": 0.05}
     assert tokens_of(engine, extra_args=low) != tokens_of(engine)
-    cold = engine.generate([PROMPT], seeds=[5], max_tokens=CANVAS, ignore_eos=True, extra_args=low)
-    usual = engine.generate([PROMPT], seeds=[5], max_tokens=CANVAS, ignore_eos=True)
-    assert (
-        request_metrics(cold[0]).denoise_steps_per_canvas
-        <= request_metrics(usual[0]).denoise_steps_per_canvas
-    )
+    assert steps_of_a_canvas(engine, **low) <= steps_of_a_canvas(engine)

@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 
-from tests.support.engines.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine, tokens_of
 from tests.support.models.checkpoints import SHIPPED
 from tests.support.models.prompts import prompt_of
 from vllm_diffusion.metrics import request_metrics
@@ -23,8 +23,6 @@ def engine(checkpoint, order):
         TracedEngine(
             checkpoint,
             async_scheduling=order == "asynchronous",
-            # Room for about one request of the longest length in the cache.
-            kv_cache_memory_bytes=1024**2,
             max_num_batched_tokens=5 * CANVAS,
             max_model_len=512,
             prefix_cache_retention_interval=None,
@@ -46,11 +44,6 @@ def test_log_of_a_start(engine, order):
         "vllm_diffusion.attention.backend.CanvasAttentionBackend, scheduler canvas_scheduler "
         f"({orders[order]})"
     )
-
-
-asynchronous_often = pytest.mark.parametrize(
-    "order", [pytest.param("fused", marks=pytest.mark.slow), "asynchronous"], indirect=True
-)
 
 
 @pytest.mark.parametrize("num_canvases", [1, 3, pytest.param(5, marks=pytest.mark.slow)])
@@ -151,30 +144,6 @@ def test_a_batch_takes_the_passes_of_its_longest_request(engine):
     assert num_passes(0, 1, 2) == alone[-1]
 
 
-@asynchronous_often
-def test_tokens_under_preemption(engine, oracle):
-    """Preempted requests give the tokens that they would have given otherwise."""
-    prompts = [prompt_of(20 + 5 * i, seed=7) for i in range(4)]
-    engine.preempted.clear()
-    outputs = engine.generate(
-        prompts,
-        seeds=[11, 12, 13, 14],
-        max_tokens=12 * CANVAS,
-        ignore_eos=True,
-        extra_args={"diffusion_max_steps": 4},
-    )
-    assert engine.preempted
-    for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-        expected = oracle.generate(
-            prompt,
-            seed=11 + i,
-            max_tokens=12 * CANVAS,
-            ignore_eos=True,
-            max_denoising_steps=4,
-        )
-        assert list(output.token_ids) == expected.tokens
-
-
 def test_up_to_the_model_length(engine, oracle, order):
     """The last canvas is as wide as the model's length allows."""
     prompt = prompt_of(512 - 2 * CANVAS - 11, seed=2)
@@ -226,13 +195,9 @@ def test_urgent_first() -> None:
             engine.llm.llm_engine.add_request(
                 name, {"prompt_token_ids": prompt}, params, priority=PRIORITIES[name]
             )
-        ended = []
-        while engine.llm.llm_engine.has_unfinished_requests():
-            for output in engine.llm.llm_engine.step():
-                if output.finished:
-                    ended.append(output.request_id)
-                    assert output.outputs[0].token_ids == alone[output.request_id]
-        assert ended == ["urgent", "patient", "more patient"]
+        ended = {name: output.outputs[0].token_ids for name, output in engine.finish().items()}
+        assert [*ended] == ["urgent", "patient", "more patient"]
+        assert ended == alone
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -250,10 +215,9 @@ def test_turns_of_a_body(is_async) -> None:
         }
         prompts = {name: prompt_of(40, seed=i) for i, name in enumerate(names)}
         expected = {
-            name: list(engine.outputs([prompts[name]], params[name])[0].outputs[0].token_ids)
-            for name in names
+            name: tokens_of(engine.outputs([prompts[name]], params[name])) for name in names
         }
-        serving, ended = engine.llm.llm_engine, []
+        serving = engine.llm.llm_engine
 
         def add(name, body):
             token = body_number.set(body)
@@ -265,12 +229,8 @@ def test_turns_of_a_body(is_async) -> None:
         for _ in range(6):
             serving.step()
         add("alone", 0)
-        while serving.has_unfinished_requests():
-            for output in serving.step():
-                if output.finished:
-                    ended.append(output.request_id)
-                    assert list(output.outputs[0].token_ids) == expected[output.request_id]
-        assert ended[0] == "alone"
-        assert len(ended) == len(names)
+        ended = {name: tokens_of([output]) for name, output in engine.finish().items()}
+        assert next(iter(ended)) == "alone"
+        assert ended == expected
         (preempted,) = engine.preempted
         assert preempted.startswith("of a body 1")

@@ -1,12 +1,12 @@
 """An option of ``vllm serve`` is refused by name before loading, or changes no token."""
 
 import re
-import subprocess
 import sys
 
 import pytest
 
 from tests.robustness.serve_options import OPTIONS, configure, explains
+from tests.support.engines.commands import run
 from tests.support.models.checkpoints import SHIPPED
 from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.startup.engine_process import refusal_in
@@ -58,18 +58,15 @@ def test_models_that_are_not_ours() -> None:
 @pytest.mark.timeout(7200)
 def test_all() -> None:
     """Every option of the table is refused, or served with the same tokens, as the table states."""
-    command = [sys.executable, "-m", "tests.robustness.serve_options"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    run(sys.executable, "-m", "tests.robustness.serve_options")
 
 
 @pytest.mark.slow
 def test_one_line() -> None:
     """A refusal ends vLLM's command with its sentence instead of a trace."""
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(SHIPPED)]
-    command += ["--host", "127.0.0.1", "--enable-prompt-embeds"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 1
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", SHIPPED]
+    options = ["--host", "127.0.0.1", "--enable-prompt-embeds"]
+    done = run(*command, *options, status=1, timeout=600)
     assert "Traceback" not in done.stderr + done.stdout
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("vllm-diffusion: --enable-prompt-embeds")

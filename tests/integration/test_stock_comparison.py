@@ -37,8 +37,9 @@ def read(prompt: list[int], canvas: list[int]) -> dict[str, Any]:
     }
 
 
-def engine_arguments(checkpoint: Path) -> dict[str, Any]:
-    return small_engine(checkpoint, max_logprobs=-1, prefix_cache_retention_interval=None)
+def job_of(checkpoint: Path, request: dict[str, Any], **more: Any) -> dict[str, Any]:
+    engine = small_engine(checkpoint, max_logprobs=-1, prefix_cache_retention_interval=None)
+    return {"engine": engine, "batches": [[request]], **more}
 
 
 def run_stock(job: dict[str, Any]) -> list[list[dict[str, Any]]]:
@@ -58,7 +59,7 @@ def divergence(answer: dict[str, Any], logits: torch.Tensor) -> float:
 def test_sliding_window(checkpoint, oracle):
     """With a context of four windows every canvas row sees the last keys before its canvas."""
     prompt, canvas = random_prompt(100, 1), random_prompt(CANVAS, 2)
-    job = {"engine": engine_arguments(checkpoint), "batches": [[read(prompt, canvas)]]}
+    job = job_of(checkpoint, read(prompt, canvas))
     logits = oracle.first_step(prompt, canvas)
     ours = divergence(run_here(job)[0][0], logits)
     stock = divergence(run_stock(job)[0][0], logits)
@@ -88,11 +89,7 @@ def test_canvas_on_encoded_canvases(run, tmp_path):
         },
     }
     # One engine: it reads on top of what it generated itself.
-    job = {
-        "engine": engine_arguments(checkpoint),
-        "batches": [[generate]],
-        "then_read": read([], canvas),
-    }
+    job = job_of(checkpoint, generate, then_read=read([], canvas))
     (generated,), (reading,) = run(job)
     context = prompt + generated["tokens"]
     assert reading["num_cached_tokens"] >= 256

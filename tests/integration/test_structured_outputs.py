@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.support.engines.engine import TracedEngine
-from tests.support.models.checkpoints import SHIPPED, random_checkpoint
 from vllm_diffusion.metrics import request_metrics
 
 pytestmark = pytest.mark.engine
@@ -25,11 +24,9 @@ CANVAS = 32
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
-@pytest.fixture(scope="module", params=[pytest.param("random", marks=pytest.mark.slow), "trained"])
-def engine(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoint")
-    checkpoint = random_checkpoint(folder) if request.param == "random" else SHIPPED
-    with TracedEngine(checkpoint, max_num_seqs=8) as engine:
+@pytest.fixture(scope="module")
+def engine(weights):
+    with TracedEngine(weights, max_num_seqs=8) as engine:
         yield engine
 
 
@@ -102,7 +99,7 @@ def test_longer_than_a_canvas(engine):
         assert_valid(engine, {"regex": expression}, cut)
 
 
-@pytest.mark.parametrize("engine", ["trained"], indirect=True)
+@pytest.mark.parametrize("weights", ["trained"], indirect=True)
 def test_a_constraint_costs_a_fitting_answer_nothing(engine):
     """A schema that the trained weights satisfy anyway takes no additional steps."""
     schema = {

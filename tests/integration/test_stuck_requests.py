@@ -66,6 +66,18 @@ def drain(engine: TracedEngine, most: int = 600) -> tuple[dict[str, Any], dict[s
     )
 
 
+def answer_to(engine: TracedEngine, constraint: Mapping[str, Any], **options: Any) -> Any:
+    """Return the answer to a request that is alone."""
+    add(engine, "only", constrained(engine, constraint, **options))
+    return drain(engine)[0]["only"]
+
+
+def assert_stuck(answer: Any, field: str = "structured_outputs", finish: str = "error") -> None:
+    """Check with which reason an answer ended."""
+    assert answer.finish_reason == finish
+    assert answer.stop_reason == f"{field} allows no token here"
+
+
 def last_honest_answer(engine: TracedEngine, others: Sequence[Mapping[str, Any]]) -> int:
     """Queue honest requests after others, twice as many as run at once, and return the step of the
     last honest answer.
@@ -110,26 +122,19 @@ def test_empty_language_is_refused(engine, constraint):
 @pytest.mark.parametrize("constraint", EMPTY.values(), ids=EMPTY.keys())
 def test_empty_language(engine, constraint):
     """A request whose constraint allows nothing ends with the reason, and no other one does."""
-    plain = constrained(engine, {})
-    add(engine, "neighbour", plain)
+    add(engine, "neighbour", constrained(engine, {}))
     add(engine, "stuck", constrained(engine, constraint))
     outputs, _ = drain(engine)
-    stuck = outputs["stuck"]
-    assert stuck.finish_reason == "error"
-    assert stuck.stop_reason == "structured_outputs allows no token here"
-    assert not stuck.token_ids
-    add(engine, "alone", plain)
-    alone, _ = drain(engine)
-    assert list(outputs["neighbour"].token_ids) == list(alone["alone"].token_ids)
+    assert_stuck(outputs["stuck"])
+    assert not outputs["stuck"].token_ids
+    assert outputs["neighbour"].token_ids == answer_to(engine, {}).token_ids
 
 
 def test_dead_end_behind_an_answer(engine):
     """A dead end after answered canvases ends the answer there with the reason."""
     constraint = {"grammar": 'root ::= [ab]{40} rest\nrest ::= rest "a"'}
-    add(engine, "stuck", constrained(engine, constraint, max_tokens=96))
-    stuck = drain(engine)[0]["stuck"]
-    assert stuck.finish_reason == "length"
-    assert stuck.stop_reason == "structured_outputs allows no token here"
+    stuck = answer_to(engine, constraint, max_tokens=96)
+    assert_stuck(stuck, finish="length")
     assert len(stuck.token_ids) == 32
     assert set(stuck.text) <= set("ab")
 
@@ -149,33 +154,24 @@ def test_structured_outputs_that_do_not_end_are_counted(engine):
 
 def test_grammar_wins_over_a_bad_word(engine):
     """A bad word that is all that the grammar allows is emitted."""
-    params = constrained(engine, {"regex": "a{5}"}, bad_words=["a"])
-    add(engine, "both", params)
-    both = drain(engine)[0]["both"]
+    both = answer_to(engine, {"regex": "a{5}"}, bad_words=["a"])
     assert (both.text, both.finish_reason) == ("aaaaa", "stop")
     # Where there is a way around it, it is not.
-    params = constrained(engine, {"regex": "[ab]{5}"}, bad_words=["a"])
-    add(engine, "both", params)
-    assert drain(engine)[0]["both"].text == "bbbbb"
+    assert answer_to(engine, {"regex": "[ab]{5}"}, bad_words=["a"]).text == "bbbbb"
 
 
 def test_nothing_but_bad_words(engine):
     """A request that allows nothing except bad words ends with a reason."""
-    tokenizer = engine.llm.get_tokenizer()
-    (only,) = tokenizer.encode("a", add_special_tokens=False)
-    params = constrained(engine, {}, allowed_token_ids=[only], bad_words=["a"])
-    add(engine, "stuck", params)
-    stuck = drain(engine)[0]["stuck"]
-    assert stuck.finish_reason == "error"
-    assert stuck.stop_reason == "bad_words allows no token here"
+    only = engine.llm.get_tokenizer().encode("a", add_special_tokens=False)
+    stuck = answer_to(engine, {}, allowed_token_ids=only, bad_words=["a"])
+    assert_stuck(stuck, "bad_words")
 
 
 def test_bad_words_keep_to_allowed_ids(engine):
     """With bad words, also across canvases, an answer has only allowed ids."""
     allowed = engine.llm.get_tokenizer().encode("abc", add_special_tokens=False)
-    params = constrained(engine, {}, allowed_token_ids=allowed, bad_words=["ab"], max_tokens=32)
-    add(engine, "both", params)
-    text = drain(engine)[0]["both"].text
+    options = {"allowed_token_ids": allowed, "bad_words": ["ab"], "max_tokens": 32}
+    text = answer_to(engine, {}, **options).text
     assert set(text) <= set("abc")
     assert "ab" not in text
 
@@ -185,16 +181,12 @@ def test_bad_words_keep_to_allowed_ids(engine):
 )
 def test_stop_token_within_the_language(engine, constraint, stop):
     """A stop token may follow only a complete text, so a constraint that needs it ends."""
-    (token,) = engine.llm.get_tokenizer().encode(stop, add_special_tokens=False)
-    add(engine, "stuck", constrained(engine, constraint, stop_token_ids=[token]))
-    stuck = drain(engine)[0]["stuck"]
-    assert stuck.finish_reason == "error"
-    assert stuck.stop_reason == "structured_outputs allows no token here"
+    tokens = engine.llm.get_tokenizer().encode(stop, add_special_tokens=False)
+    assert_stuck(answer_to(engine, constraint, stop_token_ids=tokens))
 
 
 def test_canvas_that_never_settles(engine, monkeypatch):
     """Passes without a settled position are bounded, and neighbors go on."""
-    plain = constrained(engine, {})
     never = ConstrainedCanvas.allowed_tokens
 
     def allowed_tokens(self, width, max_steps):
@@ -204,7 +196,7 @@ def test_canvas_that_never_settles(engine, monkeypatch):
 
     monkeypatch.setattr(ConstrainedCanvas, "allowed_tokens", allowed_tokens)
     add(engine, "stuck", constrained(engine, {"regex": "[a-z]{40}"}))
-    add(engine, "neighbour", plain)
+    add(engine, "neighbour", constrained(engine, {}))
     outputs, ended = drain(engine)
     assert "no position was settled" in outputs["stuck"].stop_reason
     assert ended["stuck"] <= 2 * CAP + 8
@@ -238,21 +230,18 @@ def test_grammar_that_raises(engine, monkeypatch):
 
 def test_slow_constraint_makes_room(engine):
     """A canvas past its step cap lets waiting requests go first and keeps its tokens."""
-    slow = constrained(
-        engine, {"regex": "[xyz]{31}q"}, max_tokens=32, extra_args={"diffusion_max_steps": 2}
-    )
-    quick = constrained(engine, {})
+    slow = {"regex": "[xyz]{31}q"}
+    options = {"max_tokens": 32, "extra_args": {"diffusion_max_steps": 2}}
     for i in range(NUM_SLOTS):
-        add(engine, f"slow {i}", slow)
+        add(engine, f"slow {i}", constrained(engine, slow, **options))
     for i in range(2 * NUM_SLOTS):
-        add(engine, f"quick {i}", quick)
+        add(engine, f"quick {i}", constrained(engine, {}))
     outputs, ended = drain(engine)
     assert max(ended[f"quick {i}"] for i in range(2 * NUM_SLOTS)) < min(
         ended[f"slow {i}"] for i in range(NUM_SLOTS)
     )
-    add(engine, "alone", slow)
-    alone = list(drain(engine)[0]["alone"].token_ids)
-    assert all(list(outputs[f"slow {i}"].token_ids) == alone for i in range(NUM_SLOTS))
+    alone = answer_to(engine, slow, **options).token_ids
+    assert all(outputs[f"slow {i}"].token_ids == alone for i in range(NUM_SLOTS))
 
 
 @pytest.mark.slow

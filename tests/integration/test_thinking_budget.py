@@ -2,11 +2,11 @@
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.support.engines.engine import TracedEngine
-from tests.support.models.checkpoints import SHIPPED, random_checkpoint
+from tests.support.engines.engine import SYNCHRONOUS_OFTEN, TracedEngine
 
 pytestmark = pytest.mark.engine
 
@@ -14,28 +14,14 @@ MESSAGES = [{"role": "user", "content": "What is 7+8?"}]
 BUDGETS = (0, 1, 3, 40, None)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        ("trained", False),
-        pytest.param(("trained", True), marks=pytest.mark.slow),
-        pytest.param(("random", False), marks=pytest.mark.slow),
-        pytest.param(("random", True), marks=pytest.mark.slow),
-    ],
-    ids=lambda param: f"{param[0]}-{'asynchronous' if param[1] else 'synchronous'}",
-)
-def engine(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[TracedEngine]:
-    weights, asynchronous = request.param
-    folder = tmp_path_factory.mktemp("checkpoint")
-    checkpoint = SHIPPED if weights == "trained" else random_checkpoint(folder)
+@pytest.fixture(scope="module", params=SYNCHRONOUS_OFTEN)
+def engine(request: pytest.FixtureRequest, weights: Path) -> Iterator[TracedEngine]:
     with TracedEngine(
-        checkpoint,
+        weights,
         reasoning_parser="gemma4",
         # As a server sets it: a constraint begins after the thought.
         structured_outputs_config={"reasoning_parser": "gemma4"},
-        async_scheduling=asynchronous,
+        async_scheduling=request.param,
         max_num_seqs=8,
     ) as engine:
         yield engine

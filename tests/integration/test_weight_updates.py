@@ -3,7 +3,7 @@
 import dataclasses
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from tests.support.engines.engine import TracedEngine
+from tests.support.engines.engine import TracedEngine, tokens_of
 from tests.support.models.checkpoints import SHIPPED
 from tests.support.oracles.oracle import Oracle
 from vllm_diffusion.checkpoints import shipped_checkpoint
@@ -113,15 +113,8 @@ def test_reload(sdar: TracedEngine, tmp_path: Path) -> None:
     assert len({str(one) for one in seen}) == 3
 
 
-def run_until(llm: Any, is_enough: Callable[[], bool]) -> list[Any]:
-    """Run steps of the engine, and return what finished."""
-    finished = []
-    while not is_enough():
-        finished += [output for output in llm.llm_engine.step() if output.finished]
-    return finished
-
-
-def enqueue(engine: TracedEngine, **params: Any) -> None:
+def in_flight(engine: TracedEngine, **params: Any) -> None:
+    """Begin an answer to each prompt, and stop when each has tokens and none has ended."""
     engine.llm.enqueue(
         [{"prompt_token_ids": prompt} for prompt in PROMPTS],
         [
@@ -130,20 +123,16 @@ def enqueue(engine: TracedEngine, **params: Any) -> None:
         ],
         use_tqdm=False,
     )
-
-
-def rest(llm: Any) -> list[list[int]]:
-    outputs = run_until(llm, lambda: not llm.llm_engine.has_unfinished_requests())
-    outputs.sort(key=lambda output: int(output.request_id.split("-")[0]))
-    return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-def in_flight(engine: TracedEngine, **params: Any) -> None:
-    """Begin an answer to each prompt, and stop when each has tokens and none has ended."""
-    enqueue(engine, **params)
     running = engine.scheduler.running
-    assert not run_until(
-        engine.llm, lambda: sum(r.num_output_tokens > 0 for r in running) == len(PROMPTS)
+    while sum(request.num_output_tokens > 0 for request in running) < len(PROMPTS):
+        assert not any(output.finished for output in engine.llm.llm_engine.step())
+
+
+def rest(engine: TracedEngine) -> list[list[int]]:
+    """Return the answers of the requests in flight."""
+    ended = engine.finish()
+    return tokens_of(
+        [ended[name] for name in sorted(ended, key=lambda name: int(name.split("-")[0]))]
     )
 
 
@@ -164,7 +153,7 @@ def test_bad_folders(sdar: TracedEngine, tmp_path: Path) -> None:
         reload(sdar, damaged.parent)
     with pytest.raises(ValueError, match="missing is not a folder.*Nothing was loaded"):
         reload(sdar, tmp_path / "missing")
-    assert rest(sdar.llm) == expected
+    assert rest(sdar) == expected
     # An error that is found on the way leaves no layer without tensors.
     misfit = written(tmp_path / "misfit", weights | {NAME: weights[NAME][:, :-1].contiguous()})
     with pytest.raises(Exception, match=r"383|384|shape|size"):
@@ -188,7 +177,7 @@ def test_paused_requests_continue(sdar: TracedEngine, tmp_path: Path) -> None:
     weights = changed_weights(SDAR, 4)
     reload(sdar, written(tmp_path / "new", weights))
     core.resume_scheduler()
-    found = rest(sdar.llm)
+    found = rest(sdar)
     assert found != old
     for prompt, tokens in zip(PROMPTS, found, strict=True):
         before = kept[tuple(prompt)]

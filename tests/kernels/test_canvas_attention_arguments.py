@@ -2,7 +2,6 @@
 
 import logging
 import os
-import subprocess
 import sys
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 
 from attention_kernels.canvas_attention import api
 from attention_kernels.testing import CanvasBatch, make_canvas_batch
+from tests.support.engines.commands import run
 from tests.support.oracles.canvas_attention import attend, make_batch
 
 
@@ -79,7 +79,7 @@ def test_canvas_attention_triton_needs_a_gpu():
         "else: raise AssertionError('ran')"
     )
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    run(sys.executable, "-c", code, env=environment)
 
 
 def test_canvas_attention_auto_logs_once(caplog):
@@ -100,4 +100,4 @@ def test_import_needs_torch_alone():
         "found = {'triton', 'vllm', 'vllm_diffusion', 'cutlass'} & set(sys.modules)\n"
         "assert not found, found"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run(sys.executable, "-c", code)

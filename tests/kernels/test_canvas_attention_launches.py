@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention_kernels.canvas_attention import AttentionOptions, PagedCache, Sequences, Window
+from attention_kernels.canvas_attention.triton import configs
+from attention_kernels.canvas_attention.triton import launch as kernels
 from attention_kernels.testing import assert_within_error_budget
 from tests.support.counters.triton_compile import empty
 from tests.support.oracles.canvas_attention import (
@@ -25,8 +27,6 @@ from tests.support.oracles.kernel_checks import visibility_mask
 
 def launched(batch, config, num_splits, **options):
     """Return the output of a launch, and how many key tiles it visited of each sequence."""
-    from attention_kernels.canvas_attention.triton import launch as kernels
-
     visited, out = torch.zeros_like(batch.seq_lens), torch.zeros_like(batch.query)
     query, cache, sequences, options = arguments_of(**batch.tensors(), scale=0.2, **options)
     cut = kernels.Cut(config, num_splits, visited)
@@ -49,8 +49,6 @@ def launched(batch, config, num_splits, **options):
 )
 def test_canvas_attention_visited_tiles(num_splits, left, right, anchor, spans):
     """The kernel computes the key tiles that some row of a query tile sees, and no other."""
-    from attention_kernels.canvas_attention.triton import launch as kernels
-
     query_lens, seq_lens, causal_rows = [40, 16, 24, 0, 9], [200, 150, 100, 60, 0], [40, 0, 9, 0, 9]
     row_spans = [(0, 0)] * 8 + [(165, 190)] * 22 + [(0, 0)] * 26 + [(60, 85)] * 9 + [(0, 0)] * 24
     batch = make_batch(
@@ -77,8 +75,6 @@ def test_canvas_attention_visited_tiles(num_splits, left, right, anchor, spans):
 
 def test_canvas_attention_split_is_used():
     """Few rows with many keys run as several splits."""
-    from attention_kernels.canvas_attention.triton import launch as kernels
-
     batch = make_batch([8], [300], [0])
     with (
         configured("triton-tiny"),
@@ -113,10 +109,7 @@ def test_canvas_attention_short_replay_of_a_long_graph(case):
 
     It visits no more key tiles than without splits, however many were captured.
     """
-    from attention_kernels.canvas_attention.triton import launch as kernels
-
     config = kernels.TritonConfig(16, 16, 4, 1)
-
     batch, num_splits, left = case
     options = {"left": left, "max_query_len": 16, "max_seq_len": 131072}
     with (
@@ -149,11 +142,7 @@ def test_canvas_attention_short_replay_of_a_long_graph(case):
 )
 def test_programs_of_a_launch(canvases, context, window, grid):
     """A launch has the expected query tiles, heads and splits for the 26B shape on an H100."""
-    from attention_kernels.canvas_attention.triton import configs
-    from attention_kernels.canvas_attention.triton import launch as kernels
-
     head_dim, num_kv_heads = (512, 2) if window < 0 else (256, 8)
-
     config = configs.tuned_config(head_dim, torch.bfloat16, torch.bfloat16, (9, 0))
     with mock.patch.object(kernels, "multiprocessors", return_value=132):
         cache = empty(4, 16, num_kv_heads, head_dim, dtype=torch.bfloat16)

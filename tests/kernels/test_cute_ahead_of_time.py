@@ -16,7 +16,6 @@ import json
 import os
 import random
 import re
-import subprocess
 import sys
 import tempfile
 import types
@@ -28,7 +27,7 @@ import pytest
 import torch
 
 from attention_kernels.canvas_attention.cute.launch import CuteKernel, compile_kernel
-from tests.support.counters.triton_compile import told_of
+from tests.support.counters.triton_compile import run_uninterpreted, told_of
 from tests.support.oracles.kernel_checks import walk_key_tiles
 
 # Shared memory that one block can have, in bytes; the same on both chips.
@@ -142,14 +141,10 @@ def compile_case(capability: int, case: Case) -> dict:
                     mock.patch.object(getattr(stock, kind), name, side_effect=asked)
                 )
         compiled = compile_kernel(case.kernel(capability))
-    return {**asdict(case), "shared_memory": max(sizes), **resources(compiled.artifacts.CUBIN)}
-
-
-def resources(cubin: bytes) -> dict:
-    """Return registers and stack of a compiled kernel."""
-    report = told_of("cuobjdump", "-res-usage", cubin=cubin)
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", report).groups()
-    return {"registers": int(registers), "stack": int(stack)}
+    report = told_of("cuobjdump", "-res-usage", cubin=compiled.artifacts.CUBIN)
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", report).groups())
+    told = {"shared_memory": max(sizes), "registers": registers, "stack": stack}
+    return asdict(case) | told
 
 
 class TracedVisibility:
@@ -322,16 +317,8 @@ def reports(chip: str, task: str, cases: list[Case]) -> list[dict]:
     if importlib.util.find_spec(source) is None:
         pytest.skip(f"needs the FlashAttention-4 inside {source}")
     with tempfile.TemporaryDirectory() as folder:
-        lines = subprocess.check_output(
-            [sys.executable, __file__, chip, task, json.dumps([asdict(case) for case in cases])],
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                "CUTE_DSL_DUMP_DIR": folder,
-            },
-            text=True,
-        ).splitlines()
-    found = [json.loads(line) for line in lines if line.startswith("{")]
+        given = json.dumps([asdict(case) for case in cases])
+        found = run_uninterpreted(__file__, chip, task, given, CUTE_DSL_DUMP_DIR=folder)
     assert len(found) == len(cases)
     return found
 

@@ -23,7 +23,7 @@ from attention_kernels.vocab_statistics.triton.logits import (
     ordered_key,
 )
 
-# Chosen without a GPU: nothing spills on any chip (test_vocab_statistics_ahead_of_time.py).
+# Chosen without a GPU: nothing spills on any chip (test_ahead_of_time.py).
 SPAN = 8192
 BLOCK, NUM_WARPS = 1024, 8
 # Each id is compared with every pivot at once, which takes a register or two for each pair.

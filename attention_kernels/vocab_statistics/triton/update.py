@@ -31,7 +31,7 @@ from attention_kernels.vocab_statistics.triton.logits import (
 
 # Chosen without a GPU: 64 registers a thread where nobody adjusts anything, which leaves room for
 # four programs a multiprocessor; twice the width spills. Adjustments spill on some chips with 64
-# (test_vocab_statistics_ahead_of_time.py). One width for both, so that a neighbour with a bias does
+# (test_ahead_of_time.py). One width for both, so that a neighbour with a bias does
 # not change how a row is summed.
 BLOCK, NUM_WARPS = 1024, 8
 REGISTERS, REGISTERS_OF_ADJUSTED = 64, 80

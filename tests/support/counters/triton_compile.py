@@ -135,13 +135,13 @@ def compile_for(
     return found | {"loops": innermost_loops(compiled.asm["cubin"])} if loops else found
 
 
-def run_uninterpreted(path: str, *arguments: str) -> list[Any]:
+def run_uninterpreted(path: str, *arguments: str, **variables: str) -> list[Any]:
     """Run a test's file as a program without Triton's interpreter, and return its lines of JSON."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[3])
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | variables
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     command = [sys.executable, path, *arguments]
     result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return [json.loads(line) for line in result.stdout.splitlines()]
+    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
 
 
 def told_of(tool: str, option: str, *, cubin: bytes) -> str:

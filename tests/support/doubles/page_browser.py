@@ -63,11 +63,15 @@ def connect(page: Page, key: str) -> None:
     expect(page.get_by_role("button", name="Send")).to_be_enabled()
 
 
-def ask(page: Page, prompt: str, panels: int = 1) -> None:
-    """Type a message, send it, and wait for the whole answer."""
-    page.get_by_role("textbox", name="Message").focus()
-    page.keyboard.type(prompt)
+def send(page: Page, prompt: str) -> None:
+    """Write a message in place of what is there, and send it."""
+    page.get_by_role("textbox", name="Message").fill(prompt)
     page.keyboard.press("Enter")
+
+
+def ask(page: Page, prompt: str, panels: int = 1) -> None:
+    """Send a message, and wait for the whole answer."""
+    send(page, prompt)
     expect(page.locator(".state", has_text="Done")).to_have_count(panels)
 
 

@@ -148,6 +148,13 @@ class TracedEngine:
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         return self.llm.generate(asked, params, use_tqdm=False, **more)
 
+    def finish(self) -> dict[str, Any]:
+        """Run until no request is left; return each ``RequestOutput`` by name, as they ended."""
+        core, ended = self.llm.llm_engine, {}
+        while core.has_unfinished_requests():
+            ended |= {output.request_id: output for output in core.step() if output.finished}
+        return ended
+
     def __enter__(self) -> Self:
         return self
 

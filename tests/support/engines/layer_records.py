@@ -2,7 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,21 +23,17 @@ PARTS = {
 def recorded_linears(model: nn.Module) -> Iterator[dict[str, list[tuple[Tensor, Tensor]]]]:
     """Record input and output of each pass, by the layer's name in the engine."""
     records: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-    hooks = []
-    for name, module in model.named_modules():
-        if ".layers." not in name or name.rpartition(".")[2] not in PARTS:
-            continue
 
-        def record(_: nn.Module, args: Any, output: Any, name: str = name) -> None:
-            rows = output[0] if isinstance(output, tuple) else output
-            records[name].append((args[0].clone(), rows.clone()))
+    def record(name: str, _: nn.Module, args: Any, output: Any) -> None:
+        rows = output[0] if isinstance(output, tuple) else output
+        records[name].append((args[0].clone(), rows.clone()))
 
-        hooks.append(module.register_forward_hook(record))
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if ".layers." in name and name.rpartition(".")[2] in PARTS:
+                hook = module.register_forward_hook(partial(record, name))
+                hooks.callback(hook.remove)
         yield records
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager
@@ -48,29 +45,14 @@ def recorded_experts(num_layers: int) -> Iterator[dict[int, list[tuple[Tensor, .
     calls = 0
     original = TorchQuantizedExperts.apply
 
-    def apply(
-        this: Any,
-        output: Tensor,
-        hidden_states: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
+    def apply(this: Any, **given: Any) -> None:
         nonlocal calls
-        original(this, output, hidden_states, w1, w2, topk_weights, topk_ids, *args, **kwargs)
-        records[calls % num_layers].append(
-            (hidden_states.clone(), topk_weights.clone(), topk_ids.clone(), output.clone())
-        )
+        original(this, **given)
+        names = ("hidden_states", "topk_weights", "topk_ids", "output")
+        records[calls % num_layers].append(tuple(given[name].clone() for name in names))
         calls += 1
 
-    def keywords(this: Any, **kwargs: Any) -> None:
-        names = ("output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids")
-        apply(this, *(kwargs.pop(name) for name in names), **kwargs)
-
-    with mock.patch.object(TorchQuantizedExperts, "apply", keywords):
+    with mock.patch.object(TorchQuantizedExperts, "apply", apply):
         yield records
 
 

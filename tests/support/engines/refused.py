@@ -17,14 +17,16 @@ def rows_of(test: str, kind: str) -> list[Any]:
 
 
 def refusal(checkpoint: Path, **options: Any) -> str:
-    """Return the message with which the configuration is refused."""
+    """Return the message with which the configuration is refused, of one sentence or two."""
     with pytest.raises(ValueError) as raised:  # noqa: PT011
         configure(checkpoint, **options)
-    error = raised.value
-    if not isinstance(error, pydantic.ValidationError):
-        return str(error)
-    (only,) = error.errors()
-    return str(only["msg"]).removeprefix("Value error, ")
+    message = str(raised.value)
+    if isinstance(raised.value, pydantic.ValidationError):
+        (only,) = raised.value.errors()
+        message = str(only["msg"]).removeprefix("Value error, ")
+    assert "\n" not in message
+    assert message.endswith(".")
+    return message
 
 
 def refusal_of_row(row: dict[str, Any], checkpoint: Path) -> str:

@@ -119,14 +119,12 @@ def configured(impl: str):
         return
     from attention_kernels.canvas_attention.triton import launch as kernels
 
-    with contextlib.ExitStack() as patches:
-        patches.enter_context(mock.patch.object(kernels, "_scratch", nan_scratch))
-        if impl == "triton-tiny":
-            config = kernels.TritonConfig(16, 16, 4, 1, parts=2)
-            patches.enter_context(mock.patch.object(kernels, "choose_config", return_value=config))
-            patches.enter_context(mock.patch.object(kernels, "splits", side_effect=three_at_most))
-            patches.enter_context(mock.patch.object(kernels, "MIN_SPLIT_KEYS", 32))
-            patches.enter_context(mock.patch.object(kernels, "SEARCH_WIDTH", 2))
+    tiny = {}
+    if impl == "triton-tiny":
+        config = kernels.TritonConfig(16, 16, 4, 1, parts=2)
+        tiny = {"choose_config": mock.Mock(return_value=config), "splits": three_at_most}
+        tiny |= {"MIN_SPLIT_KEYS": 32, "SEARCH_WIDTH": 2}
+    with mock.patch.multiple(kernels, _scratch=nan_scratch, **tiny):
         yield "triton"
 
 
