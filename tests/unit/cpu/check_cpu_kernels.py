@@ -283,12 +283,8 @@ def blocks_of_drafts(rng: np.random.Generator) -> None:
     anchored = bool(rng.integers(0, 2))
     dflash.prepare_dflash_inputs(
         buffers(),
-        filled(160),
-        filled(160),
-        filled(160),
-        filled(SLOTS * STEPS),
-        filled(SLOTS * STEPS),
-        filled(SLOTS * STEPS),
+        *(filled(160) for _ in range(3)),
+        *(filled(SLOTS * STEPS) for _ in range(3)),
         filled(SLOTS, dtype=torch.float32),
         filled(SLOTS),
         batch,
