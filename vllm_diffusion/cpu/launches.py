@@ -5,8 +5,8 @@ forty.
 """
 
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from inspect import Parameter, Signature
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,8 +30,7 @@ def overrides(functions: Mapping[str, Functions]) -> dict[str, Callable[..., Non
 
 
 def _launch(name: str, functions: Functions) -> Callable[..., None]:
-    module, _, attribute = name.rpartition(".")
-    kernel = getattr(import_module(module), attribute)
+    kernel = resolve_name(name)
     names = [each.removesuffix("_ptr") for each in kernel.arg_names]
 
     def launch(*arguments: Any, **constants: Any) -> None:

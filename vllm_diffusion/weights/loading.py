@@ -27,7 +27,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from vllm_diffusion.hooks.replacement import replaces
+from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.weights.downcasts import counted_downcasts
 from vllm_diffusion.weights.new_weights import finite_only, is_finite
 from vllm_diffusion.weights.places import UNUSED, Part, Place
@@ -337,17 +337,14 @@ def _described(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-@replaces(
+@replaces_call(
     "vllm.model_executor.models.utils:AutoWeightsLoader._can_ignore_unexpected",
     reason="A tensor that no module has ends the start, or is dropped silently, whatever it is.",
     until="AutoWeightsLoader hands what it has no place for to its model.",
 )
-def _asking(stock: Callable[..., bool]) -> Callable[..., bool]:
-    def can_ignore(self: Any, qualname: str) -> bool:
-        loading = CheckedLoading._current
-        return stock(self, qualname) if loading is None else loading.is_harmless(qualname)
-
-    return can_ignore
+def _asking(stock: Callable[..., bool], self: Any, qualname: str) -> bool:
+    loading = CheckedLoading._current
+    return stock(self, qualname) if loading is None else loading.is_harmless(qualname)
 
 
 @contextmanager

@@ -1,9 +1,10 @@
 """A start compares the published sampling with what it serves, by data whose names exist."""
 
+from pkgutil import resolve_name
+
 import pytest
 
 from vllm_diffusion.families.registry import FAMILIES
-from vllm_diffusion.plugin import imported
 from vllm_diffusion.startup.masked_models import MaskedEngineConfig
 from vllm_diffusion.startup.published_runs import (
     NEUTRAL,
@@ -17,8 +18,8 @@ pytestmark = pytest.mark.engine
 MASKED = [
     (family.architecture, rule)
     for family in FAMILIES
-    for rule in imported(family.engine_config).rules
-    if issubclass(imported(family.engine_config), MaskedEngineConfig)
+    for rule in resolve_name(family.engine_config).rules
+    if issubclass(resolve_name(family.engine_config), MaskedEngineConfig)
 ]
 
 
@@ -27,7 +28,7 @@ def test_every_rule_has_its_loop(architecture: str, rule: str) -> None:
     """A published loop's settings are settings of its rule, with values that the rule allows."""
     run = published_loop(architecture, rule)
     assert run is not None
-    known = {family.architecture: imported(family.engine_config) for family in FAMILIES}
+    known = {family.architecture: resolve_name(family.engine_config) for family in FAMILIES}
     settings = known[architecture].rules[rule].rule(0).settings
     assert all(settings[name].allows(value) for name, value in run.settings.items())
 
