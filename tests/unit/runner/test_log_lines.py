@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from vllm_diffusion.weights.downcasts import counted_downcasts
+from vllm_diffusion.weights.loading import counted_downcasts
 
 pytestmark = pytest.mark.engine
 
