@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from docs import pass_example
@@ -27,7 +28,6 @@ from vllm_diffusion.decoding.layouts import CanvasLayout, FreeCanvas
 from vllm_diffusion.drafting.presets import presets
 from vllm_diffusion.families.registry import FAMILIES
 from vllm_diffusion.hooks.upstream import read_symbols
-from vllm_diffusion.plugin import imported
 from vllm_diffusion.requests.exclusions import EXCLUSIONS
 from vllm_diffusion.startup.options import sentences
 from vllm_diffusion.startup.published_checkpoints import CheckpointFamily, checkpoint_families
@@ -222,7 +222,7 @@ def families() -> str:
     """List the architectures by how their blocks lie and by their decoding rules."""
     alike: dict[tuple[str, str], list[str]] = {}
     for family in FAMILIES:
-        entry = imported(family.engine_config)
+        entry = resolve_name(family.engine_config)
         row = (_layout(entry), _code(entry.rule_names()))
         alike.setdefault(row, []).append(family.architecture)
     rows = [[_code(architectures), *row] for row, architectures in alike.items()]
@@ -233,7 +233,7 @@ def rules() -> str:
     """List the settings and presets of the decoding rules, each with the rules that have it."""
     found: dict[str, DecodingRule] = {}
     for family in FAMILIES:
-        entry = imported(family.engine_config)
+        entry = resolve_name(family.engine_config)
         is_masked = hasattr(entry, "mask_token_id")
         for name, run in entry.rules.items():
             found.setdefault(name, run.rule(*([0] if is_masked else [])))
@@ -251,7 +251,7 @@ def published() -> str:
     """List what a request without settings gets, and what each publisher runs, by family."""
     rows: dict[str, list[list[str]]] = {}
     sources: dict[str, list[str]] = {}
-    entries = {family.architecture: imported(family.engine_config) for family in FAMILIES}
+    entries = {family.architecture: resolve_name(family.engine_config) for family in FAMILIES}
     runs = published_runs()
     for run in runs:
         rule = run.rule or next(iter(entries[_architecture(run.family)].rules))

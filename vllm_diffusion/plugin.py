@@ -4,8 +4,8 @@ Nothing here raises and nothing heavy is imported: a failure would break every v
 for models that are not ours. Failures are reported when a diffusion checkpoint is configured.
 """
 
-import importlib
 import logging
+from pkgutil import resolve_name
 from typing import Any
 
 from vllm_diffusion.families.registry import FAMILIES, Family
@@ -136,7 +136,7 @@ def _register_config(path: str) -> None:
     """
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
-    config = imported(path)
+    config = resolve_name(path)
     for model_type in (config.model_type, *getattr(config, "other_model_types", ())):
         _CONFIG_REGISTRY[model_type] = config
 
@@ -145,7 +145,7 @@ def _register_tokenizer(path: str) -> None:
     """Register a tokenizer's class by its name, so that it is made without code of a checkpoint."""
     from transformers.models.auto.tokenization_auto import REGISTERED_TOKENIZER_CLASSES
 
-    tokenizer = imported(path)
+    tokenizer = resolve_name(path)
     REGISTERED_TOKENIZER_CLASSES[tokenizer.__name__] = tokenizer
 
 
@@ -154,7 +154,7 @@ def _by_model_type() -> dict[str, tuple[str, ...]]:
     architectures: dict[str, tuple[str, ...]] = {}
     for family in FAMILIES:
         if family.config is not None:
-            model_type = imported(family.config).model_type
+            model_type = resolve_name(family.config).model_type
             architectures[model_type] = (
                 *architectures.get(model_type, ()),
                 family.architecture,
@@ -162,16 +162,10 @@ def _by_model_type() -> dict[str, tuple[str, ...]]:
     return architectures
 
 
-def imported(path: str) -> Any:
-    """Import the object that ``"module:Class"`` names."""
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
 def _engine_config(family: Family, base: Any) -> Any:
     """Import the family's start-up checks; on failure return checks that report the error."""
     try:
-        entry = imported(family.engine_config)
+        entry = resolve_name(family.engine_config)
     except Exception as error:
         name = family.engine_config.partition(":")[2]
         return type(name, (base,), {"registration_failure": error})

@@ -4,6 +4,7 @@ import re
 import shlex
 import tomllib
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
@@ -15,7 +16,6 @@ from vllm_diffusion.cli.main import build_parser
 from vllm_diffusion.drafting.presets import presets
 from vllm_diffusion.families.registry import FAMILIES
 from vllm_diffusion.hooks.upstream import read_symbols
-from vllm_diffusion.plugin import imported
 from vllm_diffusion.requests.arguments import argument_names
 from vllm_diffusion.startup.options import sentences
 from vllm_diffusion.startup.plugin_settings import SETTINGS
@@ -61,7 +61,7 @@ def test_tables() -> None:
         "options": set(sentences()),
         "replaced": {symbol.path for symbol in read_symbols() if symbol.use == "replaced"},
         "families": {family.architecture for family in FAMILIES},
-        "rules": {name for family in FAMILIES for name in imported(family.engine_config).rules},
+        "rules": {name for family in FAMILIES for name in resolve_name(family.engine_config).rules},
     }
     for name, words in named.items():
         assert [word for word in sorted(words) if f"`{word}`" not in tables[name]] == [], name

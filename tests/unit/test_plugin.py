@@ -4,6 +4,7 @@ import logging
 import re
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ def test_register_twice(tables: pytest.MonkeyPatch) -> None:
 
 def test_classes_that_vllm_brings(tables: pytest.MonkeyPatch) -> None:
     """The record of architectures that vLLM serves dates from before the first registration."""
-    entries = {family.architecture: plugin.imported(family.engine_config) for family in FAMILIES}
+    entries = {family.architecture: resolve_name(family.engine_config) for family in FAMILIES}
     for family in FAMILIES:
         tables.setattr(entries[family.architecture], "is_in_vllm", None)
         if family.architecture != ARCHITECTURE:

@@ -232,8 +232,7 @@ class LiveDisplay:
         self._live.stop()
 
     def emitted(self, piece: str, answer: Answer) -> None:
-        self._answer, self._canvas = answer, None
-        self._draw()
+        self.frame(None, answer)
 
     def frame(self, frame: Any, answer: Answer) -> None:
         """Show a canvas as it stands after a step, from a chunk of the server."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
 from vllm_diffusion.checkpoints import (
     DEFAULT_FAMILY,
@@ -130,11 +130,7 @@ def begin_serving() -> None:
 def end_with_signals() -> None:
     """Make a signal that ends this process an interrupt, after which it cleans up."""
     for kind in ENDING_SIGNALS:
-        signal.signal(kind, _interrupt)
-
-
-def _interrupt(*_: Any) -> NoReturn:
-    raise KeyboardInterrupt
+        signal.signal(kind, signal.default_int_handler)
 
 
 def speculative_config(draft: Path) -> str:

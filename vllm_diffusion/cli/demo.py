@@ -91,35 +91,25 @@ def report(answer: Answer, counters: dict[str, float]) -> str:
     passes = counters.get("vllm_diffusion:passes_total", 0.0)
     steps = counters.get("vllm_diffusion:denoise_steps_total", 0.0)
     canvases = counters.get("vllm_diffusion:canvases_total", 0.0)
-    rows: list[tuple[str, str]] = []
+    rows: dict[str, str] = {}
     if canvases and passes:
-        rows = [
-            (
-                "denoise steps per canvas",
-                f"{steps / canvases:.1f}  ({steps:.0f} steps, {count(canvases, 'canvas', 'canvases')})",
-            ),
-            (
-                "tokens per pass",
-                f"{answer.num_tokens / passes:.1f}  ({count(answer.num_tokens, 'token')}, "
-                f"{passes:.0f} passes: prompt and denoise steps)",
-            ),
-        ]
+        rows["denoise steps per canvas"] = (
+            f"{steps / canvases:.1f}  ({steps:.0f} steps, {count(canvases, 'canvas', 'canvases')})"
+        )
+        rows["tokens per pass"] = (
+            f"{answer.num_tokens / passes:.1f}  ({count(answer.num_tokens, 'token')}, "
+            f"{passes:.0f} passes: prompt and denoise steps)"
+        )
     if verifications := counters.get("vllm:spec_decode_num_drafts_total"):
         kept = counters["vllm:spec_decode_num_accepted_tokens_total"]
         proposed = counters["vllm:spec_decode_num_draft_tokens_total"]
-        rows.append(
-            (
-                "tokens per verification",
-                f"{1 + kept / verifications:.1f}  ({count(verifications, 'verification')}, "
-                f"{kept:.0f} of {proposed:.0f} proposals kept)",
-            )
+        rows["tokens per verification"] = (
+            f"{1 + kept / verifications:.1f}  ({count(verifications, 'verification')}, "
+            f"{kept:.0f} of {proposed:.0f} proposals kept)"
         )
     if answer.seconds > 0:
-        rows.append(
-            (
-                "tokens per second",
-                f"{answer.num_tokens / answer.seconds:.1f}  ({answer.seconds:.2f} s, "
-                "first request of a cold server)",
-            )
+        rows["tokens per second"] = (
+            f"{answer.num_tokens / answer.seconds:.1f}  ({answer.seconds:.2f} s, "
+            "first request of a cold server)"
         )
-    return table(rows, indent="  ")
+    return table(rows.items(), indent="  ")

@@ -21,7 +21,6 @@ from vllm_diffusion.cli.values import UsageError, model, new_file
 from vllm_diffusion.hooks import upstream
 from vllm_diffusion.startup import machine as detection
 from vllm_diffusion.startup.environment import cache_folder, forces_cpu, is_compiled
-from vllm_diffusion.startup.machine import has_cpp_compiler
 
 if TYPE_CHECKING:
     from vllm_diffusion.cli.checkpoint import Subcommands
@@ -175,7 +174,7 @@ def machine_facts() -> Iterator[Fact]:
     remedy = f"free some: the shipped checkpoint takes about {_NEEDED_MEMORY / _GIB:.0f} GiB"
     yield Fact("memory", available, remedy if memory.available < _NEEDED_MEMORY else "", WARNING)
     yield from accelerator_facts()
-    if has_cpp_compiler():
+    if detection.has_cpp_compiler():
         yield Fact("C++ compiler", "found; torch.compile can build code for the CPU")
     else:
         slower = (
@@ -274,8 +273,6 @@ def serving_facts() -> Iterator[Fact]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
-    from vllm_diffusion.startup.machine import compile_backend
-
     yield Fact("platform", _path(type(current_platform)))
     config = EngineArgs(model=str(checkpoint), max_model_len=1024).create_engine_config()
     yield model_fact(config.model_config.architecture)
@@ -286,7 +283,7 @@ def serving_facts() -> Iterator[Fact]:
         attention = backend.get_path() if backend.name == "CUSTOM" else backend.name
     yield Fact("attention", attention)
     yield Fact("scheduler", _path(config.scheduler_config.scheduler_cls))
-    compiled = compile_backend(config)
+    compiled = detection.compile_backend(config)
     yield Fact("decision step", "eager" if compiled is None else f"torch.compile ({compiled})")
 
 

@@ -13,9 +13,7 @@ from vllm_diffusion.startup.published_checkpoints import checkpoint_families
 from vllm_diffusion.startup.unserved_models import unserved_models, unserved_sentence
 
 if TYPE_CHECKING:
-    from vllm_diffusion.cli.values import Parser
-
-    Subcommands = argparse._SubParsersAction[Parser]
+    from vllm_diffusion.cli.checkpoint import Subcommands
 
 
 def add_parser(subcommands: Subcommands) -> None:

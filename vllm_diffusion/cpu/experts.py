@@ -359,9 +359,8 @@ class TorchFp8BlockExperts(TorchQuantizedExperts):
 
     def product(self, idx: int, rows: Tensor, weight: Tensor, *, is_first: bool) -> Tensor:
         scales = (self.w1_scale if is_first else self.w2_scale)[idx]
-        num_rows, num_columns = self.block_shape
-        values = quantize_fp8_groups(rows, num_columns)
-        block = (num_rows, num_columns)
+        block = self.block_shape
+        values = quantize_fp8_groups(rows, block[1])
         return linear(values, unpack_fp8_blocks(weight, scales, block, values.dtype)).to(rows.dtype)
 
 

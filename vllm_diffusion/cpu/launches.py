@@ -1,29 +1,27 @@
-"""Functions in place of Triton kernels that name only the launch arguments that they read.
+"""Functions in place of Triton kernels, which find the arguments of a launch by their names.
 
 vLLM passes all arguments of a launch in the kernel's own order: tensors, strides and sizes, up to
 forty.
 """
 
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from inspect import Parameter, Signature
+from pkgutil import resolve_name
 from types import SimpleNamespace
-from typing import Any, get_type_hints
-
-# Functions that run in the place of one kernel, one after the other. One that returns a grid has
-# done nothing: the kernel itself runs on it, interpreted.
-Functions = tuple[Callable[..., tuple[int, ...] | None], ...]
+from typing import Any
 
 
 class Launch(SimpleNamespace):
     """All arguments of a launch, under the names of the kernel's, without their ``_ptr``."""
 
 
+# Functions that run in the place of one kernel, one after the other. One that returns a grid has
+# done nothing: the kernel itself runs on it, interpreted.
+Functions = tuple[Callable[[Launch], tuple[int, ...] | None], ...]
+
+
 def overrides(functions: Mapping[str, Functions]) -> dict[str, Callable[..., None]]:
     """Return what vLLM's dispatcher registers, from the functions that replace each kernel.
-
-    A parameter of a function has the name of the kernel's argument, without its ``_ptr``; one of
-    type :class:`Launch` has all of them.
 
     Args:
         functions: By the kernel's module and name.
@@ -32,19 +30,14 @@ def overrides(functions: Mapping[str, Functions]) -> dict[str, Callable[..., Non
 
 
 def _launch(name: str, functions: Functions) -> Callable[..., None]:
-    module, _, attribute = name.rpartition(".")
-    kernel = getattr(import_module(module), attribute)
+    kernel = resolve_name(name)
     names = [each.removesuffix("_ptr") for each in kernel.arg_names]
-    read = [(function, get_type_hints(function)) for function in functions]
 
     def launch(*arguments: Any, **constants: Any) -> None:
         given = dict(zip(names, arguments, strict=False))
         given |= {each.removesuffix("_ptr"): value for each, value in constants.items()}
-        for function, parameters in read:
-            # An argument that the launch leaves out keeps its default.
-            chosen = {each: given[each] for each in parameters if each in given}
-            chosen |= {each: Launch(**given) for each in parameters if parameters[each] is Launch}
-            grid = function(**chosen)
+        for function in functions:
+            grid = function(Launch(**given))
             if grid is not None:
                 kernel[grid](*arguments, **constants)
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
 
-from vllm_diffusion.hooks.replacement import replaces
+from vllm_diffusion.hooks.replacement import replaces_call
 
 # The fewest rows that round as many do.
 MIN_ROWS = 16
@@ -32,17 +32,13 @@ MIN_ROWS_ONEDNN = 2
 MIN_ONEDNN_ELEMENTS = 2**17
 
 
-@replaces(
+@replaces_call(
     "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
     reason="Rounds a row by its neighbours, and packs weights with the CPU extension.",
     until="A platform may name its unquantised product.",
 )
-def _bound_to_ours(stock: object) -> object:
-    return bind_linear
-
-
-def bind_linear(layer: nn.Module, remove_weight: bool) -> None:
-    """In place of vLLM's choice of a packed CPU product; the weight stays where it is."""
+def _bound_to_ours(stock: object, layer: nn.Module, remove_weight: bool) -> None:
+    # The weight stays where it is.
     layer.cpu_linear = linear  # type: ignore[assignment]
 
 

@@ -21,9 +21,11 @@ from vllm.utils.cpu_resource_utils import get_visible_memory_node
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_diffusion.hooks.own_entry_points import own_entry_points
-from vllm_diffusion.startup.machine import kv_cache_bytes
+from vllm_diffusion.startup import machine
+from vllm_diffusion.startup.environment import forces_cpu
 from vllm_diffusion.startup.options import choose_worker
 from vllm_diffusion.startup.plan import spec_of
+from vllm_diffusion.weights.machine_fit import check_emulation
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -135,10 +137,7 @@ class DiffusionCpuPlatform(CpuPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        from vllm_diffusion.startup import machine as detection
-        from vllm_diffusion.startup.environment import forces_cpu
-
-        problem = None if forces_cpu() else detection.nvidia_problem()
+        problem = None if forces_cpu() else machine.nvidia_problem()
         if problem is not None:
             raise ValueError(
                 f"{problem}. Update the driver, or set VLLM_DIFFUSION_CPU=1 to serve on the CPU."
@@ -146,9 +145,7 @@ class DiffusionCpuPlatform(CpuPlatform):
 
         model_config = vllm_config.model_config
         if model_config is not None and vllm_config.load_config.load_format != "dummy":
-            from vllm_diffusion.startup.machine import check_checkpoint_fits
-
-            check_checkpoint_fits(model_config)
+            machine.check_checkpoint_fits(model_config)
         _check_emulation(vllm_config)
 
         for entry in own_entry_points("vllm_diffusion.cpu_checks"):
@@ -157,7 +154,7 @@ class DiffusionCpuPlatform(CpuPlatform):
             check_cache(vllm_config)
         parallel_config = vllm_config.parallel_config
         cache_config = vllm_config.cache_config
-        cache_config.kv_cache_memory_bytes = kv_cache_bytes(cache_config)
+        cache_config.kv_cache_memory_bytes = machine.kv_cache_bytes(cache_config)
 
         # vLLM's CPU worker would read them as NUMA nodes. The supervisor of several servers numbers
         # theirs.
@@ -195,8 +192,6 @@ class DiffusionCpuPlatform(CpuPlatform):
 
 
 def _check_emulation(vllm_config: VllmConfig) -> None:
-    from vllm_diffusion.weights.machine_fit import check_emulation
-
     speculative = vllm_config.speculative_config
     draft = None if speculative is None else speculative.draft_model_config
     for model_config in (vllm_config.model_config, draft):

@@ -7,8 +7,6 @@ interpreted at all: that of ``top_k`` and ``top_p``, which vLLM's PyTorch functi
 one that counts NaNs.
 """
 
-# ruff: noqa: N803
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_diffusion.cpu.launches import Functions
+from vllm_diffusion.cpu.launches import Functions, Launch
 
 _SAMPLE = "vllm.v1.worker.gpu.sample."
 
@@ -103,109 +101,69 @@ def noised(
     return rows
 
 
-def temperature(logits: Tensor, expanded_idx_mapping: Tensor, temperature: Tensor) -> None:
+def temperature(of: Launch) -> None:
     """Divide each row by its request's temperature."""
-    of_row = temperature[expanded_idx_mapping].float()
-    logits /= of_row.where(of_row != 0, 1.0)[:, None].to(logits.dtype)
+    of_row = of.temperature[of.expanded_idx_mapping].float()
+    of.logits /= of_row.where(of_row != 0, 1.0)[:, None].to(of.logits.dtype)
 
 
-def gumbel_sample(
-    local_argmax: Tensor,
-    local_max: Tensor,
-    logits_cache: Tensor | None,
-    logits_cache_col: Tensor | None,
-    logits_cache_source: Tensor | None,
-    logits: Tensor,
-    expanded_idx_mapping: Tensor,
-    seeds: Tensor,
-    pos: Tensor,
-    temp: Tensor,
-    vocab_size: int,
-    BLOCK_SIZE: int,
-    IS_DRAFTING: bool,
-    APPLY_TEMPERATURE: bool,
-    USE_FP64: bool,
-) -> None:
+def gumbel_sample(of: Launch) -> None:
     """Each block's likeliest token under Gumbel noise; the logits are kept where drafts are
     verified.
     """
-    requests = expanded_idx_mapping.long()
+    requests = of.expanded_idx_mapping.long()
     valid = requests >= 0
     slots = requests.clamp(min=0)
-    temperatures = temp[slots].float().where(valid, 0.0).numpy()
-    row_seeds = seeds[slots].where(valid, 0).numpy()
-    positions = pos.numpy() + (_DRAFT_NOISE_SALT if IS_DRAFTING else 0)
-    if logits_cache is not None:
-        assert logits_cache_col is not None
-        assert logits_cache_source is not None
-        columns = logits_cache_col.long().expand(len(requests))
-        kept = logits_cache_source[valid, :vocab_size]
-        logits_cache[requests[valid], columns[valid], :vocab_size] = kept
+    temperatures = of.temp[slots].float().where(valid, 0.0).numpy()
+    row_seeds = of.seeds[slots].where(valid, 0).numpy()
+    positions = of.pos.numpy() + (_DRAFT_NOISE_SALT if of.IS_DRAFTING else 0)
+    if of.logits_cache is not None:
+        columns = of.logits_cache_col.long().expand(len(requests))
+        kept = of.logits_cache_source[valid, : of.vocab_size]
+        of.logits_cache[requests[valid], columns[valid], : of.vocab_size] = kept
         row_seeds = row_seeds ^ (columns.numpy() << 32)
-    rows = logits[:, :vocab_size].float().numpy()
-    if APPLY_TEMPERATURE:
+    rows = of.logits[:, : of.vocab_size].float().numpy()
+    if of.APPLY_TEMPERATURE:
         rows = rows / np.where(temperatures == 0, np.float32(1), temperatures)[:, None]
-    rows = noised(rows, row_seeds, positions, temperatures, USE_FP64)
-    local_argmax.numpy()[:], local_max.numpy()[:] = block_argmax(rows, BLOCK_SIZE)
+    rows = noised(rows, row_seeds, positions, temperatures, of.USE_FP64)
+    of.local_argmax.numpy()[:], of.local_max.numpy()[:] = block_argmax(rows, of.BLOCK_SIZE)
 
 
-def bias(
-    logits: Tensor,
-    vocab_size: int,
-    expanded_idx_mapping: Tensor,
-    num_allowed_token_ids: Tensor,
-    allowed_token_ids: Tensor,
-    num_logit_bias: Tensor,
-    bias_token_ids: Tensor,
-    bias: Tensor,
-    pos: Tensor,
-    min_lens: Tensor,
-    num_stop_token_ids: Tensor,
-    restore_when_all_masked: Tensor,
-    stop_token_ids: Tensor,
-    CHECK_ALL_MASKED_ROWS: bool,
-) -> None:
+def bias(of: Launch) -> None:
     """Apply each row's allowed tokens and biases, and mask end tokens before its minimum length."""
-    slots = expanded_idx_mapping.long()
-    counts = (num_allowed_token_ids, num_logit_bias, num_stop_token_ids)
+    slots = of.expanded_idx_mapping.long()
+    counts = (of.num_allowed_token_ids, of.num_logit_bias, of.num_stop_token_ids)
     listed = zip(*(count[slots].tolist() for count in counts), strict=True)
-    is_short = (pos + 1 < min_lens[slots]).tolist()
+    is_short = (of.pos + 1 < of.min_lens[slots]).tolist()
     for row, (slot, (num_allowed, num_biased, num_stops)) in enumerate(
         zip(slots.tolist(), listed, strict=True)
     ):
-        values = logits[row, :vocab_size]
+        values = of.logits[row, : of.vocab_size]
         if num_allowed:
-            allowed = allowed_token_ids[slot, :num_allowed].long()
+            allowed = of.allowed_token_ids[slot, :num_allowed].long()
             kept = values[allowed]
             values.fill_(float("-inf"))
             values[allowed] = kept
         if num_biased:
-            values[bias_token_ids[slot, :num_biased].long()] += bias[slot, :num_biased]
+            values[of.bias_token_ids[slot, :num_biased].long()] += of.bias[slot, :num_biased]
         if num_stops and is_short[row]:
-            stops = stop_token_ids[slot, :num_stops].long()
+            stops = of.stop_token_ids[slot, :num_stops].long()
             kept = values[stops]
             values[stops] = float("-inf")
-            restores = CHECK_ALL_MASKED_ROWS and bool(restore_when_all_masked[slot])
+            restores = of.CHECK_ALL_MASKED_ROWS and bool(of.restore_when_all_masked[slot])
             if restores and not bool((values > float("-inf")).any()):
                 # Nothing else is left to say.
                 values[stops] = kept.where(kept.isfinite(), values[stops])
 
 
-def topk_topp(
-    LOGITS: Tensor,
-    K: Tensor,
-    P: Tensor,
-    MASK_VALUE: float,
-    TOPK_ENABLED: bool,
-    TOPP_ENABLED: bool,
-) -> None:
+def topk_topp(of: Launch) -> None:
     """Mask what ``top_k`` and ``top_p`` of each row exclude, in place."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
     # It writes this value, and into the logits that it is given.
-    assert np.isneginf(MASK_VALUE)
-    top_k, top_p = K if TOPK_ENABLED else None, P if TOPP_ENABLED else None
-    apply_top_k_top_p_pytorch(LOGITS, top_k, top_p, allow_cpu_sync=True)
+    assert np.isneginf(of.MASK_VALUE)
+    top_k, top_p = of.K if of.TOPK_ENABLED else None, of.P if of.TOPP_ENABLED else None
+    apply_top_k_top_p_pytorch(of.LOGITS, top_k, top_p, allow_cpu_sync=True)
 
 
 def _some_rows(logits: Tensor, vocab_size: int) -> Iterator[tuple[slice, Tensor]]:
@@ -218,55 +176,47 @@ def _some_rows(logits: Tensor, vocab_size: int) -> Iterator[tuple[slice, Tensor]
         yield rows, logits[rows, :vocab_size]
 
 
-def topk_log_softmax(
-    output: Tensor, logits: Tensor, topk_ids: Tensor, vocab_size: int, BLOCK_SIZE: int
-) -> None:
+def topk_log_softmax(of: Launch) -> None:
     """Compute log-probabilities of the tokens that each row lists."""
     # The kernel's divisions and logarithms are silent too.
     with np.errstate(all="ignore"):
-        for rows, some in _some_rows(logits, vocab_size):
+        for rows, some in _some_rows(of.logits, of.vocab_size):
             values = some.float().numpy()
             # A NaN is not a maximum.
             maxima = np.fmax.reduce(values, axis=1, keepdims=True)
             sums = np.zeros(len(values), np.float32)
             exponentials = np.exp(values - maxima)
-            for block in np.moveaxis(in_blocks(exponentials, BLOCK_SIZE, 0.0), 1, 0):
+            for block in np.moveaxis(in_blocks(exponentials, of.BLOCK_SIZE, 0.0), 1, 0):
                 sums += block.sum(axis=-1)
-            listed = np.take_along_axis(values, topk_ids[rows].numpy(), axis=1)
-            output.numpy()[rows] = listed - maxima - np.log(sums)[:, None]
+            listed = np.take_along_axis(values, of.topk_ids[rows].numpy(), axis=1)
+            of.output.numpy()[rows] = listed - maxima - np.log(sums)[:, None]
 
 
-def ranks(output: Tensor, logits: Tensor, token_ids: Tensor, vocab_size: int) -> None:
+def ranks(of: Launch) -> None:
     """Count the tokens of each row that are at least as likely as the one that it names.
 
     For a token of logit minus infinity the kernel also counts what it loads after the vocabulary.
     """
-    for rows, some in _some_rows(logits, vocab_size):
-        output[rows] = (some >= some.gather(1, token_ids[rows, None].long())).sum(dim=1)
+    for rows, some in _some_rows(of.logits, of.vocab_size):
+        of.output[rows] = (some >= some.gather(1, of.token_ids[rows, None].long())).sum(dim=1)
 
 
-def prompt_logprobs_token_ids(
-    prompt_logprobs_token_ids: Tensor,
-    query_start_loc: Tensor,
-    idx_mapping: Tensor,
-    num_computed_tokens: Tensor,
-    all_token_ids: Tensor,
-) -> None:
+def prompt_logprobs_token_ids(of: Launch) -> None:
     """Gather the token that follows each row's in its sequence."""
-    starts = query_start_loc.tolist()
-    for row, request in enumerate(idx_mapping.tolist()):
+    starts = of.query_start_loc.tolist()
+    for row, request in enumerate(of.idx_mapping.tolist()):
         first, end = starts[row], starts[row + 1]
-        following = int(num_computed_tokens[request]) + 1
+        following = int(of.num_computed_tokens[request]) + 1
         # Where a sequence is as long as a model's may be, nothing follows the last row, which
         # nobody reads.
-        tokens = all_token_ids[request, following : following + end - first]
-        prompt_logprobs_token_ids[first:end] = 0
-        prompt_logprobs_token_ids[first : first + len(tokens)] = tokens
+        tokens = of.all_token_ids[request, following : following + end - first]
+        of.prompt_logprobs_token_ids[first:end] = 0
+        of.prompt_logprobs_token_ids[first : first + len(tokens)] = tokens
 
 
-def num_nans(logits: Tensor, num_nans: Tensor) -> None:
+def num_nans(of: Launch) -> None:
     """Count the NaNs of each row, for ``VLLM_COMPUTE_NANS_IN_LOGITS``."""
-    num_nans[:] = logits.isnan().sum(dim=1)
+    of.num_nans[:] = of.logits.isnan().sum(dim=1)
 
 
 OVERRIDES: dict[str, Functions] = {

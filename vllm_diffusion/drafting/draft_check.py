@@ -21,7 +21,7 @@ from vllm_diffusion.drafting.draft_fields import (
     stock_target_layers,
 )
 from vllm_diffusion.drafting.draft_settings import OPTION, DraftSettings, draft_settings
-from vllm_diffusion.hooks.replacement import replaces
+from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.weights.regular_files import why_not_folder
 
 if TYPE_CHECKING:
@@ -42,22 +42,17 @@ def install() -> None:
     _looking_at_drafts.install()
 
 
-@replaces(
+@replaces_call(
     "vllm.config.vllm:VllmConfig.try_verify_and_update_config",
     reason="Looks at the draft: vLLM's table of architectures knows targets alone.",
     until="MODELS_CONFIG_MAP is read for the draft's architecture too.",
 )
-def _looking_at_drafts(
-    stock: Callable[[VllmConfig], None],
-) -> Callable[[VllmConfig], None]:
-    def try_verify_and_update_config(self: VllmConfig) -> None:
-        # A configuration is copied for each part of the engine, and is looked at once.
-        is_new = not getattr(self.model_config, "config_updated", False)
-        stock(self)
-        if is_new:
-            check_draft(self)
-
-    return try_verify_and_update_config
+def _looking_at_drafts(stock: Callable[[VllmConfig], None], self: VllmConfig) -> None:
+    # A configuration is copied for each part of the engine, and is looked at once.
+    is_new = not getattr(self.model_config, "config_updated", False)
+    stock(self)
+    if is_new:
+        check_draft(self)
 
 
 def check_draft(vllm_config: VllmConfig) -> None:

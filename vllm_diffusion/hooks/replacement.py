@@ -49,18 +49,13 @@ class Replacement:
             if not hasattr(stock, _MARK) and (
                 target not in _placed or stock is not _placed[target]
             ):
-                _stock[target] = stock
-                _placed[target] = self._put(owner, name, arguments)
-
-    def _put(self, owner: Any, name: str, arguments: tuple[Any, ...]) -> Any:
-        stock = getattr(owner, name)
-        ours = self.make(stock, *arguments)
-        if inspect.isfunction(ours):
-            # A check of signatures still sees what was there.
-            functools.update_wrapper(ours, stock, assigned=(), updated=())
-            setattr(ours, _MARK, True)
-        setattr(owner, name, ours)
-        return ours
+                ours = self.make(stock, *arguments)
+                if inspect.isfunction(ours):
+                    # A check of signatures still sees what was there.
+                    functools.update_wrapper(ours, stock, assigned=(), updated=())
+                    setattr(ours, _MARK, True)
+                _stock[target], _placed[target] = stock, ours
+                setattr(owner, name, ours)
 
 
 def stock_value(target: str, current: Any) -> Any:

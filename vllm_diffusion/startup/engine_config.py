@@ -463,7 +463,7 @@ def _check_spec(spec: CanvasSpec, model_config: ModelConfig, backend: str, own: 
     Args:
         spec: Description of canvases.
         model_config: Configuration of the checkpoint.
-        backend: vLLM's name of the attention back end.
+        backend: vLLM's name of the attention back end; ``"CUSTOM"`` is this package's.
         own: The setting ``attention``.
     """
     mask, vocab_size = spec.mask_token_id, model_config.get_vocab_size()
@@ -484,30 +484,15 @@ def _check_spec(spec: CanvasSpec, model_config: ModelConfig, backend: str, own: 
             f"max_model_len={max_model_len} is not a multiple of this model's block length, {length}; "
             f"set --max-model-len to {max_model_len // length * length}."
         )
-    if spec.layout.has_spans:
-        _check_spans(spec.length, backend, own)
-
-
-def _check_spans(length: int, backend: str, setting: str) -> None:
-    """Refuse an attention back end that cannot serve known tokens that attend in both directions.
-
-    Args:
-        length: Tokens of a block, within which they do.
-        backend: Name of the back end in vLLM; ``"CUSTOM"`` is this package's.
-        setting: The setting ``attention``.
-
-    Raises:
-        ValueError: If that back end or setting cannot.
-    """
-    if backend != "CUSTOM":
+    if spec.layout.has_spans and backend != "CUSTOM":
         raise ValueError(
             f"--attention-backend {backend} cannot serve this model, whose known tokens attend in both "
-            f"directions within blocks of {length}; leave it unset."
+            f"directions within blocks of {spec.length}; leave it unset."
         )
-    if setting == "cute":
+    if spec.layout.has_spans and own == "cute":
         raise ValueError(
             'The setting attention="cute" does not support known tokens that attend in both directions, as '
-            f'in this model\'s blocks of {length}; set attention to "triton".'
+            f'in this model\'s blocks of {spec.length}; set attention to "triton".'
         )
 
 

@@ -57,7 +57,7 @@ class ServedNames:
 
 
 @functools.cache
-def _entries() -> dict[str, dict[str, str]]:
+def _entries() -> dict[str, dict[str, Any]]:
     text = files(__package__).joinpath("refused_options.toml").read_text(encoding="utf-8")
     entries: dict[str, Any] = tomllib.loads(text)
     return {
@@ -71,9 +71,11 @@ def sentences() -> dict[str, str]:
     return {name: entry["sentence"] for name, entry in _entries().items()}
 
 
-def refused_fields() -> dict[str, str]:
-    """Return the fields of vLLM's configuration that must be unset, by the option's name."""
-    return {name: entry["field"] for name, entry in _entries().items() if "field" in entry}
+def checked_fields() -> dict[str, dict[str, Any]]:
+    """Return the entries of options whose field of vLLM's configuration is checked by its value
+    alone, by the option's name.
+    """
+    return {name: entry for name, entry in _entries().items() if "field" in entry}
 
 
 def refusal(name: str, **values: object) -> str:
@@ -269,9 +271,10 @@ def check_options(vllm_config: VllmConfig) -> None:
     Raises:
         ValueError: With the option's message.
     """
-    for name, path in refused_fields().items():
-        if _field(vllm_config, path):
-            raise ValueError(refusal(name))
+    for name, entry in checked_fields().items():
+        value = _field(vllm_config, entry["field"])
+        if value not in entry["allowed"] if "allowed" in entry else value:
+            raise ValueError(refusal(name, **vars(vllm_config)))
     for name, is_set in CONDITIONS.items():
         if is_set(vllm_config):
             values = vars(vllm_config) | {
@@ -385,11 +388,6 @@ def _schedules_too_little(vllm_config: VllmConfig) -> bool:
 
 # Conditions in the order of their checks: the option that asks for most first.
 CONDITIONS: dict[str, Callable[[VllmConfig], object]] = {
-    "--structured-outputs-config.backend": (
-        lambda config: (
-            config.structured_outputs_config.backend not in ("auto", "xgrammar", "guidance")
-        )
-    ),
     "--logits-processors": _logits_processors,
     "--enable-expert-parallel": (
         lambda config: (
@@ -401,12 +399,6 @@ CONDITIONS: dict[str, Callable[[VllmConfig], object]] = {
             config.parallel_config.all2all_backend != "allgather_reducescatter" and _is_cpu()
         )
     ),
-    "--decode-context-parallel-size": (
-        lambda config: config.parallel_config.decode_context_parallel_size > 1
-    ),
-    "--prefill-context-parallel-size": (
-        lambda config: config.parallel_config.prefill_context_parallel_size > 1
-    ),
     "--enable-mixed-moe-lora-format": (
         lambda config: (
             _field(config, "lora_config.enable_mixed_moe_lora_format")
@@ -414,11 +406,7 @@ CONDITIONS: dict[str, Callable[[VllmConfig], object]] = {
         )
     ),
     "--lora-target-modules": _targets_out_of_reach,
-    "--per-request-spec-decode-metrics": (
-        lambda config: config.observability_config.per_request_spec_decode_metrics != "none"
-    ),
     "--quantization": lambda config: _is_cpu() and quantises_while_loading(config.model_config),
-    "--runner": lambda config: config.model_config.runner_type != "generate",
     "--jit-monitor-mode": lambda config: config.observability_config.jit_monitor_mode == "error",
     "--kv-offloading-size": lambda config: _copies_from_a_gpu(config) and _is_cpu(),
     "--kv-transfer-config": (lambda config: _connector(config) not in (None, *_OFFLOADING)),

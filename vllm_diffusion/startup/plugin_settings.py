@@ -63,11 +63,7 @@ class PluginSettings:
                 raise ValueError(f"{name}={value!r} {MAX_STEPS.requirement}.")
         if not isinstance(self.draft_adapter, str | None):
             raise ValueError(f"draft_adapter={self.draft_adapter!r} must be the path of a folder.")
-        choices = {
-            "window_anchor": get_args(WindowAnchor),
-            "attention": get_args(Impl),
-        }
-        check_choices(self, choices)
+        check_choices(self, {"window_anchor": get_args(WindowAnchor), "attention": get_args(Impl)})
         if self.rules != "all" and not isinstance(self.rules, list | tuple | None):
             raise ValueError(f'rules={self.rules!r} must be "all" or a list of names.')
         for name in ("converge_at_end", "never_empty"):

@@ -14,7 +14,7 @@ import functools
 import logging
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,8 +27,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from vllm_diffusion.hooks.replacement import replaces
-from vllm_diffusion.weights.downcasts import counted_downcasts
+from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.weights.new_weights import finite_only, is_finite
 from vllm_diffusion.weights.places import UNUSED, Part, Place
 from vllm_diffusion.weights.weight_files import (
@@ -48,6 +47,9 @@ _UNCHECKED_FORMATS = ("bitsandbytes", "torchao", "gguf")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _AGAIN = "copy or download the checkpoint again"
+# The logger and the beginning of vLLM's warning, which it writes for each tensor that it casts.
+_CASTING_LOGGER = logging.getLogger("vllm.model_executor.models.utils")
+_CAST_WARNING = "Attempted to load weight %s with dtype %s into"
 
 
 class CheckedLoading:
@@ -337,17 +339,39 @@ def _described(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-@replaces(
+@replaces_call(
     "vllm.model_executor.models.utils:AutoWeightsLoader._can_ignore_unexpected",
     reason="A tensor that no module has ends the start, or is dropped silently, whatever it is.",
     until="AutoWeightsLoader hands what it has no place for to its model.",
 )
-def _asking(stock: Callable[..., bool]) -> Callable[..., bool]:
-    def can_ignore(self: Any, qualname: str) -> bool:
-        loading = CheckedLoading._current
-        return stock(self, qualname) if loading is None else loading.is_harmless(qualname)
+def _asking(stock: Callable[..., bool], self: Any, qualname: str) -> bool:
+    loading = CheckedLoading._current
+    return stock(self, qualname) if loading is None else loading.is_harmless(qualname)
 
-    return can_ignore
+
+@contextmanager
+def counted_downcasts() -> Iterator[None]:
+    """Have what is loaded within reported by one line for each pair of dtypes, not one a tensor."""
+    tensors: Counter[tuple[str, str]] = Counter()
+
+    def is_other(record: logging.LogRecord) -> bool:
+        """Count vLLM's warnings, and keep them from the log."""
+        if record.levelno != logging.WARNING or not str(record.msg).startswith(_CAST_WARNING):
+            return True
+        assert isinstance(record.args, tuple)
+        _, stored, served = record.args
+        tensors[str(stored), str(served)] += 1
+        return False
+
+    _CASTING_LOGGER.addFilter(is_other)
+    try:
+        yield
+    finally:
+        _CASTING_LOGGER.removeFilter(is_other)
+    for (stored, served), number in tensors.items():
+        logger.info(
+            "%d tensors of the checkpoint are %s, and served in %s.", number, stored, served
+        )
 
 
 @contextmanager

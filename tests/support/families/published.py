@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from vllm_diffusion.families.registry import FAMILIES
-from vllm_diffusion.plugin import imported
 from vllm_diffusion.weights.checkpoint_tensors import CheckpointTensors, Shape, split_experts
 
 FOLDER = Path(__file__).parents[2] / "published"
@@ -187,7 +187,7 @@ def tensors_of(config: dict[str, Any]) -> tuple[CheckpointTensors, Any]:
         for one in FAMILIES
         if one.architecture in config["architectures"] or code == one.published_as
     )
-    config_class = imported(family.config) if family.config else LlamaConfig
+    config_class = resolve_name(family.config) if family.config else LlamaConfig
     if family.architecture == "DreamModel":
-        config_class = imported("vllm_diffusion.families.dream_reasoner.startup:DreamConfig")
-    return imported(family.engine_config).checkpoint_tensors(), config_class(**config)
+        config_class = resolve_name("vllm_diffusion.families.dream_reasoner.startup:DreamConfig")
+    return resolve_name(family.engine_config).checkpoint_tensors(), config_class(**config)

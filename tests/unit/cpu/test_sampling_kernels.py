@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.support.engines.commands import run
 from vllm_diffusion.cpu import sampling_kernels
-from vllm_diffusion.cpu.launches import overrides
+from vllm_diffusion.cpu.launches import Launch, overrides
 
 pytestmark = pytest.mark.engine
 
@@ -80,8 +80,10 @@ def test_log_probabilities(
     logits = some_logits(7).to(dtype)
     listed = torch.randint(0, VOCAB, (7, 4), generator=torch.Generator().manual_seed(1))
     scores, ranks = torch.empty(7, 4), torch.empty(7, dtype=torch.int64)
-    sampling_kernels.topk_log_softmax(scores, logits, listed, VOCAB, 1024)
-    sampling_kernels.ranks(ranks, logits, listed[:, 0], VOCAB)
+    of = Launch(logits=logits, vocab_size=VOCAB, BLOCK_SIZE=1024, topk_ids=listed, output=scores)
+    sampling_kernels.topk_log_softmax(of)
+    of.token_ids, of.output = listed[:, 0], ranks
+    sampling_kernels.ranks(of)
     exact = logits.double().log_softmax(-1).gather(1, listed)
     torch.testing.assert_close(scores.double(), exact, atol=5e-6, rtol=0)
     for row, token, rank in zip(
@@ -93,11 +95,11 @@ def test_log_probabilities(
 def test_tokens_of_a_prompt() -> None:
     """Each row is scored with the token after it, except the last row of the prompt."""
     ids = torch.arange(24, dtype=torch.int32).reshape(3, 8)
-    tokens = torch.full((7,), -1)
-    sampling_kernels.prompt_logprobs_token_ids(
-        tokens, torch.tensor([0, 3, 7]), torch.tensor([2, 0]), torch.tensor([4, 9, 1]), ids
-    )
-    assert tokens.tolist() == [18, 19, 20, 5, 6, 7, 0]
+    of = Launch(all_token_ids=ids, prompt_logprobs_token_ids=torch.full((7,), -1))
+    of.query_start_loc, of.idx_mapping = torch.tensor([0, 3, 7]), torch.tensor([2, 0])
+    of.num_computed_tokens = torch.tensor([4, 9, 1])
+    sampling_kernels.prompt_logprobs_token_ids(of)
+    assert of.prompt_logprobs_token_ids.tolist() == [18, 19, 20, 5, 6, 7, 0]
 
 
 def test_nans() -> None:
@@ -105,7 +107,7 @@ def test_nans() -> None:
     logits = some_logits(3)
     logits[1, :4], logits[2, 5], logits[2, 7:9] = float("nan"), float("nan"), float("inf")
     counts = torch.empty(3, dtype=torch.int32)
-    sampling_kernels.num_nans(logits, counts)
+    sampling_kernels.num_nans(Launch(logits=logits, num_nans=counts))
     assert counts.tolist() == [0, 4, 1]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.robustness.serve_options import OPTIONS, explains
 from vllm_diffusion.startup import options
-from vllm_diffusion.startup.options import refused_fields, sentences
+from vllm_diffusion.startup.options import sentences
 
 pytestmark = pytest.mark.engine
 
@@ -67,7 +67,7 @@ def test_settings_are_found() -> None:
 def test_refusals_have_conditions() -> None:
     """Exactly the options with a sentence have a condition that refuses them."""
     in_code = [*options.EARLY_CONDITIONS, *options.CONDITIONS, *ELSEWHERE]
-    conditions = [*refused_fields(), *in_code]
+    conditions = [*options.checked_fields(), *in_code]
     assert sorted(conditions) == sorted(sentences())
     # The shipped checkpoint has experts.
     assert set(sentences()) - set(OPTIONS.refused) == {"--enable-expert-parallel"}

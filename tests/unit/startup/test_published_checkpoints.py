@@ -4,6 +4,7 @@ their published sampling with what it serves.
 
 import shlex
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from tests.support.families.cases import checkpoint_of
 from tests.support.families.makers import a2d_qwen2
 from vllm_diffusion.cli.main import main
 from vllm_diffusion.families.registry import FAMILIES
-from vllm_diffusion.plugin import imported
 from vllm_diffusion.startup.masked_models import MaskedEngineConfig
 from vllm_diffusion.startup.plan import spec_of
 from vllm_diffusion.startup.published_checkpoints import CheckpointFamily, checkpoint_families
@@ -129,8 +129,8 @@ def test_models_prints_lines_to_copy(capsys: pytest.CaptureFixture[str]) -> None
 MASKED = [
     (family.architecture, rule)
     for family in FAMILIES
-    for rule in imported(family.engine_config).rules
-    if issubclass(imported(family.engine_config), MaskedEngineConfig)
+    for rule in resolve_name(family.engine_config).rules
+    if issubclass(resolve_name(family.engine_config), MaskedEngineConfig)
 ]
 
 
@@ -139,7 +139,7 @@ def test_every_rule_has_its_loop(architecture: str, rule: str) -> None:
     """A published loop's settings are settings of its rule, with values that the rule allows."""
     run = published_loop(architecture, rule)
     assert run is not None
-    known = {family.architecture: imported(family.engine_config) for family in FAMILIES}
+    known = {family.architecture: resolve_name(family.engine_config) for family in FAMILIES}
     settings = known[architecture].rules[rule].rule(0).settings
     assert all(settings[name].allows(value) for name, value in run.settings.items())
 

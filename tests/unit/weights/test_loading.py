@@ -18,7 +18,7 @@ from tests.support.models.checkpoints import SHIPPED, changed
 from tests.support.models.quantized import quantized_checkpoint
 from vllm_diffusion.families.diffusion_gemma.model import TwoScalarLayer
 from vllm_diffusion.weights import loading
-from vllm_diffusion.weights.downcasts import counted_downcasts
+from vllm_diffusion.weights.loading import counted_downcasts
 
 pytestmark = pytest.mark.engine
 

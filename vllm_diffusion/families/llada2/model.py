@@ -11,35 +11,32 @@ from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.models.bailing_moe import BailingMoeV2ForCausalLM
 
-from vllm_diffusion.hooks.replacement import replaces
+from vllm_diffusion.hooks.replacement import replaces_call
 from vllm_diffusion.runner.masked_model import MaskedModel
 from vllm_diffusion.startup.plan import spec_of
 
 
-@replaces(
+@replaces_call(
     "vllm.model_executor.models.bailing_moe:FusedMoEFactory",
     reason="These layers hand their experts no router, and LLaDA2.2's are chosen by block.",
     until="BailingMoE takes the class of its experts or a router as an argument.",
 )
-def _routing_by_block(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def experts(**arguments: Any) -> Any:
-        model_config = get_current_vllm_config().model_config
-        capacity = getattr(model_config.hf_config, "expert_capacity", None)
-        if capacity is None or spec_of(model_config) is None:
-            return stock(**arguments)
-        router = BlockRouter(
-            arguments["top_k"],
-            arguments["num_experts"],
-            capacity=capacity,
-            block_length=model_config.hf_config.canvas_length,
-            bias=arguments["e_score_correction_bias"],
-            scaling_factor=arguments["routed_scaling_factor"],
-        )
-        # The groups are in the checkpoint's configuration, and mean nothing there.
-        groups = {"use_grouped_topk": False, "num_expert_group": None, "topk_group": None}
-        return stock(**(arguments | groups | {"router": router}))
-
-    return experts
+def _routing_by_block(stock: Callable[..., Any], **arguments: Any) -> Any:
+    model_config = get_current_vllm_config().model_config
+    capacity = getattr(model_config.hf_config, "expert_capacity", None)
+    if capacity is None or spec_of(model_config) is None:
+        return stock(**arguments)
+    router = BlockRouter(
+        arguments["top_k"],
+        arguments["num_experts"],
+        capacity=capacity,
+        block_length=model_config.hf_config.canvas_length,
+        bias=arguments["e_score_correction_bias"],
+        scaling_factor=arguments["routed_scaling_factor"],
+    )
+    # The groups are in the checkpoint's configuration, and mean nothing there.
+    groups = {"use_grouped_topk": False, "num_expert_group": None, "topk_group": None}
+    return stock(**(arguments | groups | {"router": router}))
 
 
 class BlockRouter(BaseRouter):
