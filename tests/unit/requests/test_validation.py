@@ -18,7 +18,6 @@ from vllm_diffusion.checkpoints import shipped_checkpoint
 from vllm_diffusion.requests import exclusions, refusals, validation
 from vllm_diffusion.requests.arguments import MOST_PREDICTED, arguments_of
 from vllm_diffusion.requests.bounds import check_decodable
-from vllm_diffusion.requests.refusals import CONSTRAINT, note_constraint
 
 pytestmark = pytest.mark.engine
 
@@ -315,8 +314,6 @@ def test_structured_outputs_of_a_way(way: str) -> None:
     """A grammar is refused for a way that draws rows before the tokens in front are known, by the
     fields of OpenAI's API and without an object of Python's.
     """
-    # Nobody has read a body here.
-    note_constraint(CONSTRAINT)
     with refused("structured_outputs", r"\(response_format, tools\)") as raised:
         choosing(way, structured_outputs=StructuredOutputsParams(regex="a+"))
     assert "StructuredOutputsParams" not in str(raised.value)
