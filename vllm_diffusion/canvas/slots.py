@@ -316,10 +316,7 @@ class CanvasSlots:
         chosen = [spec.all_settings(row.arguments.settings) for row in rows]
         known = spec.rule_settings
         for tensor, values in (
-            (
-                requested.max_steps,
-                [row.arguments.max_steps or self.way_of(row).max_denoising_steps for row in rows],
-            ),
+            (requested.max_steps, [row.arguments.step_cap(spec) for row in rows]),
             *(
                 (tensor, [known[name].number(own[name]) for own in chosen])
                 for name, tensor in requested.settings.items()

@@ -20,7 +20,6 @@ import copy
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -126,13 +125,14 @@ class ConstrainedCanvas:
     """
 
     def __init__(
-        self, request: Request, manager: Any, held: Mapping[int, int] = MappingProxyType({})
+        self, request: Request, manager: Any, max_steps: int, held: Mapping[int, int]
     ) -> None:
         """Begin with a canvas that no step has seen.
 
         Args:
             request: The engine's request.
             manager: The scheduler's ``EngineGrammars``, which own the compiled grammar.
+            max_steps: The request's step cap; from there on the frontier moves in every step.
             held: Positions of the first canvas whose token the request brings and no step changes,
                 counted from the first that is not a known token, to the position that the request
                 named.
@@ -140,6 +140,7 @@ class ConstrainedCanvas:
         assert request.sampling_params is not None
         self._request = request
         self._manager = manager
+        self._max_steps = max_steps
         self._held = held
         self._params = request.sampling_params
         self._end_tokens = frozenset(end_token_ids(self._params))
@@ -168,21 +169,20 @@ class ConstrainedCanvas:
         """Number of leading positions of the canvas that will not change any more."""
         return len(self._pinned)
 
-    def is_overdue(self, max_steps: int) -> bool:
+    def is_overdue(self) -> bool:
         """Return true if the canvas takes more steps than one without a constraint may."""
-        return self._steps > max_steps
+        return self._steps > self._max_steps
 
     def denoised(self, tokens: Sequence[int]) -> None:
         """Record a step's argmax canvas."""
         self._steps += 1
         self._previous, self._tokens = self._tokens, list(tokens)
 
-    def allowed_tokens(self, width: int, max_steps: int) -> AllowedTokens:
+    def allowed_tokens(self, width: int) -> AllowedTokens:
         """Return what the next step may draw.
 
         Args:
             width: Positions of the canvas.
-            max_steps: The request's step cap; from there on the frontier moves in every step.
 
         Raises:
             DeadEndError: If no token may stand at the frontier, or not the one that the request
@@ -194,7 +194,7 @@ class ConstrainedCanvas:
         tokens = (self._tokens or [])[:num_needed]
         num_valid, is_complete = self._valid_prefix(tokens, num_needed)
         settled = self._previous is not None and self._previous[:num_needed] == tokens
-        at_cap = self._steps >= max_steps
+        at_cap = self._steps >= self._max_steps
         restart = False
         if is_complete and at_cap:
             # The next step repeats it, whatever the model predicts.
