@@ -216,8 +216,7 @@ class ConstrainedCanvas:
 
     def _valid_prefix(self, tokens: list[int], num_needed: int) -> tuple[int, bool]:
         """Return how many leading tokens satisfy the constraint, and true if no more are needed."""
-        num_thought = self._num_thought(tokens)
-        num_valid = self._num_accepted(tokens, num_thought)
+        num_thought, num_valid = self._num_accepted(tokens)
         longest = self._longest_word
         answer = self._last_output_tokens(longest - 1) + tokens
         thinking = self._thinking_after([])
@@ -257,19 +256,16 @@ class ConstrainedCanvas:
         output = self._request.output_token_ids
         return list(output[max(len(output) - count, 0) :])
 
-    def _num_accepted(self, tokens: list[int], num_thought: int) -> int:
-        """Return how many leading tokens the grammar accepts, which begins after the thought."""
+    def _num_accepted(self, tokens: list[int]) -> tuple[int, int]:
+        """Return how many leading tokens are thoughts, in which all but end tokens are allowed, and
+        how many these are with those that the grammar accepts after them.
+        """
         if not self._request.use_structured_output:
-            return len(tokens)
-        grammar = self._request.structured_output_request.grammar
-        return num_thought + len(grammar.validate_tokens(tokens[num_thought:]))
-
-    def _num_thought(self, tokens: list[int]) -> int:
-        """Return how many leading tokens are thoughts, in which all but end tokens are allowed."""
-        if not self._request.use_structured_output:
-            return 0
+            return 0, len(tokens)
         bounds = self._manager._get_constraint_bounds(self._request, tokens)
-        return min(bounds.grammar_start, len(tokens))
+        num_thought = min(bounds.grammar_start, len(tokens))
+        grammar = self._request.structured_output_request.grammar
+        return num_thought, num_thought + len(grammar.validate_tokens(tokens[num_thought:]))
 
     def _allowed_after(self, pinned: list[int]) -> np.ndarray | None:
         """Return the bits of the tokens allowed after ``pinned``; ``None`` if all are."""
