@@ -189,8 +189,8 @@ def test_canvas_that_never_settles(engine, monkeypatch):
     """Passes without a settled position are bounded, and neighbors go on."""
     never = ConstrainedCanvas.allowed_tokens
 
-    def allowed_tokens(self, width, max_steps):
-        told = never(self, width, max_steps)
+    def allowed_tokens(self, width):
+        told = never(self, width)
         self._pinned = []
         return type(told)((), told.frontier_mask, restart=False, num_valid=0)
 

@@ -199,6 +199,7 @@ class PassRows:
         self.position = integers(N)
         self.offset = integers(N)
         self.hidden_index = integers(N) if slots.spec.layout.predicts_next else self.index
+        self._of_rows = (self.index, self.hidden_index, self.slot, self.position, self.offset)
         numbers = self._numbers
         # What needs no arithmetic is read where it was copied to.
         self.of_slots = SlotInputs(
@@ -264,13 +265,7 @@ class PassRows:
         numbers.num_valid.fill(-1)
         async_tensor_h2d(held, out=self._held)
         rows = slice(self._most or self.num_rows)
-        self._spread(
-            self.index[rows],
-            self.hidden_index[rows],
-            self.slot[rows],
-            self.position[rows],
-            self.offset[rows],
-        )
+        self._spread(*(of_row[rows] for of_row in self._of_rows))
 
     def num_known(self, num_tokens: int) -> Tensor:
         """[num_tokens], int32: of each row's request, its prompt and what it had generated when
@@ -289,8 +284,8 @@ class PassRows:
         self._held.zero_()
         self._numbers.num_valid.fill_(-1)
         self.requests = BatchRequests.none()
-        for tensor in (self.index, self.hidden_index, self.slot, self.position, self.offset):
-            tensor.zero_()
+        for of_row in self._of_rows:
+            of_row.zero_()
 
     def _spread_over_rows(
         self,

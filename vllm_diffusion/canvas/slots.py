@@ -313,20 +313,18 @@ class CanvasSlots:
             self.predictions.write(brought)
         self._staged.clear()
 
+        num_before = [self._num_canvases(row) for row in rows]
         chosen = [spec.all_settings(row.arguments.settings) for row in rows]
         known = spec.rule_settings
         for tensor, values in (
-            (
-                requested.max_steps,
-                [row.arguments.max_steps or self.way_of(row).max_denoising_steps for row in rows],
-            ),
+            (requested.max_steps, [row.arguments.step_cap(spec) for row in rows]),
             *(
                 (tensor, [known[name].number(own[name]) for own in chosen])
                 for name, tensor in requested.settings.items()
             ),
             (requested.read_only, [row.arguments.read_only for row in rows]),
             (requested.maps_steps, [row.arguments.shown.step_map for row in rows]),
-            (self.canvas_idx, [self._num_canvases(row) for row in rows]),
+            (self.canvas_idx, num_before),
             (self.num_given, [len(row.given) for row in rows]),
         ):
             tensor[index] = self._to_device(torch.tensor(values, dtype=tensor.dtype).numpy())
@@ -342,7 +340,7 @@ class CanvasSlots:
 
         # On the host, so that nothing is launched for it: a draw is the same on any device.
         seed = torch.tensor([row.seed for row in rows])
-        canvas_idx = torch.tensor([self._num_canvases(row) for row in rows])
+        canvas_idx = torch.tensor(num_before)
         first_step = torch.zeros_like(canvas_idx)
         canvas = self.noise(seed, canvas_idx, first_step, Purpose.INITIAL).numpy()
         seed_canvas = np.zeros((len(rows), C), dtype=np.int64)
@@ -352,10 +350,10 @@ class CanvasSlots:
             end_tokens[i, : len(row.end_tokens)] = row.end_tokens
             if row.arguments.seed_canvas is not None:
                 seed_canvas[i, : len(row.arguments.seed_canvas)] = row.arguments.seed_canvas
-            if self._brings_canvas(row):
-                canvas[i] = seed_canvas[i]
-                pinned[i, list(row.arguments.pinned)] = True
-                pinned[i, : len(row.given)] = False
+                if num_before[i] == 0:
+                    canvas[i] = seed_canvas[i]
+                    pinned[i, list(row.arguments.pinned)] = True
+                    pinned[i, : len(row.given)] = False
             if suffix := row.arguments.suffix:
                 after = slice(row.suffix_start, row.suffix_start + len(suffix))
                 canvas[i, after] = seed_canvas[i, after] = suffix
@@ -388,12 +386,6 @@ class CanvasSlots:
         return torch.full(
             (len(seed), self.canvas_length), mask, dtype=torch.int64, device=seed.device
         )
-
-    def _brings_canvas(self, row: NewRequest) -> bool:
-        """True if the request's next canvas is its first one, and it brings what that starts
-        from.
-        """
-        return row.arguments.seed_canvas is not None and self._num_canvases(row) == 0
 
     def _num_canvases(self, row: NewRequest) -> int:
         """Canvases that the request emitted before."""

@@ -12,7 +12,6 @@ import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 from vllm.entrypoints.serve.engine.protocol import CompletionTokenUsageInfo
@@ -44,8 +43,6 @@ from vllm_diffusion.requests.http import (
 )
 from vllm_diffusion.startup.plan import spec_of
 
-# Texts of a request of which the usage tells how many tokens were taken.
-_COUNTED = ("diffusion_prediction", "diffusion_suffix")
 # Makes vLLM's events of outputs.
 _Stream = Callable[[AsyncIterator[Any]], AsyncGenerator[str, None]]
 
@@ -92,9 +89,7 @@ class ChatWithFrames(CheckedChat):
         response = await super().chat_completion_full_generator(request, outputs, *args, **kwargs)
         if last:
             _add_step_maps(response, last[0].outputs)
-            usage = getattr(response, "usage", None)
-            if usage is not None and (counts := _counts(request, last)):
-                usage.completion_tokens_details = _detailed(usage.completion_tokens_details, counts)
+            _add_counts(request, [last[0].outputs], getattr(response, "usage", None))
         return response
 
 
@@ -140,9 +135,7 @@ class CompletionsWithFrames(CheckedCompletions):
         stock = super().request_output_to_completion_response
         response = stock(final_res_batch, request, *args, **kwargs)
         _add_step_maps(response, [output for res in final_res_batch for output in res.outputs])
-        if counts := _counts(request, final_res_batch):
-            usage = response.usage
-            usage.completion_tokens_details = _detailed(usage.completion_tokens_details, counts)
+        _add_counts(request, [res.outputs for res in final_res_batch], response.usage)
         return response
 
 
@@ -156,8 +149,8 @@ class ResponsesWithCounts(CheckedResponses):
         stock = super().responses_full_generator
         response = await stock(request, sampling_params, results, context, *args, **kw)
         usage, last = getattr(response, "usage", None), getattr(context, "last_output", None)
-        if usage is not None and last is not None and (counts := _counts(request, [last])):
-            _detailed(usage.output_tokens_details, counts)
+        if last is not None:
+            _add_counts(request, [last.outputs], usage, "output_tokens_details")
         return response
 
 
@@ -192,42 +185,45 @@ def _add_step_maps(response: Any, completions: list[Any]) -> None:
             setattr(choice, TRACE, getattr(completion, TRACE))
 
 
-def _counts(request: Any, outputs: Iterable[Any]) -> dict[str, int]:
+def _counts(request: Any, answers: Iterable[Any]) -> dict[str, int]:
     """Count tokens of a request's prediction and suffix, for which vLLM's usage has no fields.
 
     Args:
         request: A body that was read.
-        outputs: The last output of each of its prompts, with all answers.
+        answers: The last output of each answer, by prompt.
 
     Returns:
         Fields of the usage's details, those of the texts that the request has.
     """
     sent = request.vllm_xargs or {}
-    answers = [[getattr(one, ANSWER) for one in output.outputs] for output in outputs]
+    reported = [[getattr(one, ANSWER) for one in of_prompt] for of_prompt in answers]
     counts = {}
     if "diffusion_prediction" in sent:
-        followed = [one.followed for of_prompt in answers for one in of_prompt]
+        followed = [one.followed for of_prompt in reported for one in of_prompt]
         counts["accepted_prediction_tokens"] = sum(text.accepted for text in followed if text)
         counts["rejected_prediction_tokens"] = sum(text.rejected for text in followed if text)
     if "diffusion_suffix" in sent:
         # As tokens of a prompt are: once for all of its answers.
-        counts["suffix_tokens"] = sum(of_prompt[0].num_suffix for of_prompt in answers)
+        counts["suffix_tokens"] = sum(of_prompt[0].num_suffix for of_prompt in reported)
     return counts
 
 
-def _detailed(details: Any, counts: dict[str, int]) -> Any:
-    """Add counts to a usage's details, which may be missing, and return them."""
-    details = details or CompletionTokenUsageInfo()
-    for name, count in counts.items():
-        setattr(details, name, count)
-    return details
+def _add_counts(
+    request: Any, answers: Iterable[Any], usage: Any, at: str = "completion_tokens_details"
+) -> None:
+    """Add :func:`_counts` to the details of a usage, its field ``at``; both may be missing."""
+    if usage is not None and (counts := _counts(request, answers)):
+        details = getattr(usage, at) or CompletionTokenUsageInfo()
+        for name, count in counts.items():
+            setattr(details, name, count)
+        setattr(usage, at, details)
 
 
 def _with_counted_usage(request: Any, stream: _Stream) -> _Stream:
     """Add the tokens of a prediction and a suffix to the last event of a stream of vLLM's, if the
     request has one of them and that event has the usage.
     """
-    if not any(name in (request.vllm_xargs or {}) for name in _COUNTED):
+    if not _counts(request, ()):
         return stream
 
     async def events(outputs: AsyncIterator[Any]) -> AsyncGenerator[str, None]:
@@ -243,12 +239,11 @@ def _with_counted_usage(request: Any, stream: _Stream) -> _Stream:
         async for event in stream(noted()):
             if '"choices":[]' in event:
                 chunk = json.loads(event.removeprefix("data: "))
-                of_prompts = [SimpleNamespace(outputs=[*each.values()]) for each in last.values()]
                 # As whole answers have them.
                 details = CompletionTokenUsageInfo().model_dump()
                 details |= chunk["usage"].get("completion_tokens_details") or {}
                 chunk["usage"]["completion_tokens_details"] = details
-                details.update(_counts(request, of_prompts))
+                details |= _counts(request, [[*each.values()] for each in last.values()])
                 text = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
                 event = f"data: {text}\n\n"
             yield event

@@ -151,6 +151,10 @@ class RequestArguments(msgspec.Struct, frozen=True, omit_defaults=True):
     judging_top_p: float = 1.0
     body: int = 0
 
+    def step_cap(self, spec: CanvasSpec) -> int:
+        """Return the most steps that one of its canvases takes without a constraint."""
+        return self.max_steps or spec.ways[self.way].max_denoising_steps
+
     def predicted(self, prompt: Sequence[int]) -> Sequence[int] | None:
         """Return the text that the answer is expected to resemble; ``None`` if there is none."""
         return (prompt if self.predicts_prompt else self.prediction) or None

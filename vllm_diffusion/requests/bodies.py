@@ -4,6 +4,7 @@ uvicorn gives what has come as it comes, and waits for the rest without end.
 """
 
 import asyncio
+import contextlib
 import time
 from contextvars import ContextVar
 from http import HTTPStatus
@@ -100,28 +101,22 @@ class BodyReader:
             )
 
 
-async def discard(receive: Any) -> None:
-    """Read the rest of a body that was answered, and keep nothing of it.
+def discarding(receive: Any, send: Any) -> Any:
+    """Have the rest of a body read between its answer and the end of its connection, and nothing
+    of it kept.
 
     A connection that is closed before is reset, and many clients then never read their answer.
     """
-    try:
-        async with asyncio.timeout(_LONGEST_REST):
-            while (await receive()).get("more_body", False):
-                pass
-    except TimeoutError:
-        return
-
-
-def discarding(receive: Any, send: Any) -> Any:
-    """Have the rest of a body discarded between its answer and the end of its connection."""
 
     async def send_and_discard(message: Any) -> None:
         if message["type"] != "http.response.body":
             await send(message)
             return
         await send({**message, "more_body": True})
-        await discard(receive)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LONGEST_REST):
+                while (await receive()).get("more_body", False):
+                    pass
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     return send_and_discard

@@ -163,8 +163,6 @@ class CheckedResponses(OpenAIServingResponses):
         # As for chats, before pictures are processed.
         most = self.model_config.max_model_len
         params = request.to_sampling_params(most, self.default_sampling_params)
-        config = self.engine_client.vllm_config.structured_outputs_config
-        await read_constraint_aside(params.structured_outputs, config)
         # vLLM asks the engine when the first event of a stream is awaited.
         await self.engine_client.check({}, params)
         await read_tools_aside(request.tools)

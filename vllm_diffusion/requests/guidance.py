@@ -54,12 +54,10 @@ def compile_problem(kind: str, text: str) -> str | None:
     except ValueError as error:
         return _one_line(str(error))
     if not matcher.get_error():
-        mask = matcher.compute_bitmask()
-        first = next(
-            (8 * i + (byte & -byte).bit_length() - 1 for i, byte in enumerate(mask) if byte), None
-        )
-        if first is not None and not matcher.is_error():
-            matcher.consume_token(first)
+        allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+        if allowed and not matcher.is_error():
+            # The first of them.
+            matcher.consume_token((allowed & -allowed).bit_length() - 1)
             matcher.rollback(1)
     return _one_line(matcher.get_error())
 

@@ -20,6 +20,7 @@ from typing import Any, get_args
 import zmq
 from PIL.Image import DecompressionBombError
 from prometheus_client import Counter
+from starlette.datastructures import MutableHeaders
 from vllm import envs
 from vllm.entrypoints.serve.engine.protocol import OpenAIBaseModel
 from vllm.exceptions import GenerationError, VLLMValidationError
@@ -298,11 +299,8 @@ def _with_details(scope: Any, send: Any) -> Any:
             said = json.loads(message["body"])
             said["error"]["details"] = scope[DETAILS]
             body = json.dumps(said).encode()
-            headers = [
-                (name, value) for name, value in started[0]["headers"] if name != b"content-length"
-            ]
-            length = (b"content-length", str(len(body)).encode())
-            await send({**started[0], "headers": [*headers, length]})
+            MutableHeaders(scope=started[0])["content-length"] = str(len(body))
+            await send(started[0])
             await send({**message, "body": body})
 
     return send_with_details

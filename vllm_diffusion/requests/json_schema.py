@@ -149,24 +149,33 @@ def _converted(convert: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _copied(schema: Any) -> dict[str, Any]:
-    """Return a schema of the caller's own, once it is known to be no larger than a grammar may
-    be.
+    """Return a schema of the caller's own, once it is known to be no larger than a grammar may be,
+    with numbers and flags as the newest draft has them.
     """
     root = _converted(json.loads, schema if isinstance(schema, str) else json_text(schema))
     if root is True:
         return {}
     if not isinstance(root, dict):
         raise SchemaError(f"must be an object; got {reprlib.repr(root)}")
-    pending, count = [root], 0
+    # With each part, whether it is a schema or holds some.
+    pending: list[tuple[Any, bool]] = [(root, True)]
+    count = 0
     while pending:
-        part = pending.pop()
-        if isinstance(part, (dict, list)):
-            count += 1
-            if count > bounds.MOST_PARTS:
-                raise SchemaError(
-                    f"has more than {bounds.MOST_PARTS} objects and lists; leave parts of it out"
-                )
-            pending += part.values() if isinstance(part, dict) else part
+        part, is_schema = pending.pop()
+        if not isinstance(part, (dict, list)):
+            continue
+        count += 1
+        if count > bounds.MOST_PARTS:
+            raise SchemaError(
+                f"has more than {bounds.MOST_PARTS} objects and lists; leave parts of it out"
+            )
+        if isinstance(part, list):
+            pending += ((item, is_schema) for item in part)
+            continue
+        if is_schema:
+            _write_flags(part)
+            _write_counts(part)
+        pending += ((value, is_schema and key not in _DATA) for key, value in part.items())
     return root
 
 
@@ -178,15 +187,6 @@ def _check(root: dict[str, Any]) -> None:
     """
     import jsonschema
 
-    pending: list[Any] = [root]
-    while pending:
-        part = pending.pop()
-        if isinstance(part, dict):
-            _write_flags(part)
-            _write_counts(part)
-            pending += [value for key, value in part.items() if key not in _DATA]
-        elif isinstance(part, list):
-            pending += part
     try:
         error = jsonschema.exceptions.best_match(_keyword_checks().iter_errors(root))
     except RecursionError:

@@ -5,11 +5,10 @@ vLLM's ``--api-key`` guards ``/v1`` and three other prefixes. ``docs/operate/sec
 what is outside.
 """
 
-import hashlib
-import secrets
 from collections.abc import Awaitable
 from typing import Any
 
+from starlette.datastructures import Headers, MutableHeaders
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
 from vllm_diffusion.hooks.replacement import replaces
@@ -77,14 +76,11 @@ class RequireKey(AuthenticationMiddleware):
         """Return true for a key as a bearer, or in the ``x-api-key`` that clients of Anthropic's
         API send.
         """
-        if super().verify_token(headers):
-            return True
-        given = hashlib.sha256(headers.get("x-api-key", "").encode()).digest()
-        return any(secrets.compare_digest(given, token) for token in self.api_tokens)
+        as_bearer = Headers({"Authorization": f"Bearer {headers.get('x-api-key', '')}"})
+        return super().verify_token(headers) or super().verify_token(as_bearer)
 
     def __call__(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
         """Answer 401 where the key is missing; an ASGI application."""
-        from starlette.datastructures import MutableHeaders
         from starlette.responses import JSONResponse
 
         is_request = scope["type"] in ("http", "websocket") and scope.get("method") != "OPTIONS"

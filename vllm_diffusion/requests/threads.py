@@ -84,12 +84,10 @@ class LeavableThreads(Executor):
 
 def _settle(future: Future[Any], call: Callable[[], Any]) -> None:
     """Give a future the outcome of a call, unless somebody has given it up."""
-    try:
-        outcome, error = call(), None
-    except BaseException as raised:
-        outcome, error = None, raised
     with contextlib.suppress(InvalidStateError):
-        if error is None:
-            future.set_result(outcome)
-        else:
+        try:
+            outcome = call()
+        except BaseException as error:
             future.set_exception(error)
+        else:
+            future.set_result(outcome)

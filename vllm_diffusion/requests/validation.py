@@ -147,17 +147,13 @@ def _refuse_first(problems: Iterator[Problem]) -> None:
 
 def _ignored(params: Any) -> Iterator[Problem]:
     """Find what a canvas's sampler would ignore."""
-    ignored = {
-        "watermarking": bool(params.watermarking),
-        "trace_decode_token_ids": params.trace_decode_token_ids is not None,
-    }
-    for field, is_set in ignored.items():
-        if is_set:
+    for field in ("watermarking", "trace_decode_token_ids"):
+        if (value := getattr(params, field)) not in (None, False):
             reason = (
                 "is not supported for diffusion models, which draw a canvas at once and not "
                 "token after token; leave it out."
             )
-            yield field, reason, getattr(params, field)
+            yield field, reason, value
     for name in ("ec_transfer_params", "kv_transfer_params"):
         # vLLM's protocol checks its own fields of these names, and not those within vllm_xargs.
         value = (params.extra_args or {}).get(name)

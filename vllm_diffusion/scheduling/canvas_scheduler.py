@@ -33,7 +33,6 @@ from vllm_diffusion.scheduling.empty_answers import EmptyAnswers
 from vllm_diffusion.scheduling.features import PromptLogprobs, ReturnedPart, SchedulerFeature
 from vllm_diffusion.scheduling.grammars import EngineGrammars, OrdinaryGrammars
 from vllm_diffusion.scheduling.prefix_hashes import PrefixHashes
-from vllm_diffusion.scheduling.seeds import source_of_seeds
 from vllm_diffusion.scheduling.stuck_requests import StuckRequests
 from vllm_diffusion.scheduling.turns import Turns
 from vllm_diffusion.startup.engine_process import end_with_threads
@@ -42,6 +41,8 @@ from vllm_diffusion.weights.adapters.adapter_rows import AdapterLoad
 
 # Tokens in flight of a request, as vLLM's scheduler counts them.
 _TOKENS_IN_FLIGHT = 2
+# vLLM's default of --seed; an operator who sets it cannot be distinguished from one who does not.
+_UNSET_SEED = 0
 
 
 class CanvasScheduling(Scheduler):
@@ -79,10 +80,8 @@ class CanvasScheduling(Scheduler):
         # True if the last pass left requests waiting.
         self._leaves_waiting = False
         self._counters = EngineCounts(spec)
-        self.stuck = StuckRequests(
-            self, self._counters, lambda request_id: self.constraints.num_settled(request_id)
-        )
-        self.constraints = Constraints(self, spec, self.stuck, self._max_steps)
+        self.stuck = StuckRequests(self, self._counters)
+        self.constraints = Constraints(self, spec, self.stuck)
         self.prompt_logprobs = PromptLogprobs(self)
         # In the order in which each verb is called.
         self._features: tuple[SchedulerFeature, ...] = (
@@ -93,11 +92,6 @@ class CanvasScheduling(Scheduler):
             self.prompt_logprobs,
             CanvasReports(),
         )
-
-    def _max_steps(self, request: Request) -> int:
-        """Return the request's step cap."""
-        arguments = arguments_of(request.sampling_params)
-        return arguments.max_steps or self.spec.ways[arguments.way].max_denoising_steps
 
     def _order_of(self, request: Request) -> PassOrder:
         """Return what the passes of the request's canvases do."""
@@ -285,6 +279,7 @@ class CanvasScheduling(Scheduler):
             request = self.requests.get(request_id)
             if request is None or request.is_finished():
                 continue
+            arguments = arguments_of(request.sampling_params)
             canvas = scheduler_output.scheduled_spec_decode_tokens.get(request_id) or ()
             index = model_runner_output.req_id_to_index[request_id]
             num_emitted = len(emitted[index]) if emitted else 0
@@ -296,7 +291,7 @@ class CanvasScheduling(Scheduler):
             is_commit = (
                 num_emitted > 0
                 and self._order_of(request).commit_encodes
-                and not arguments_of(request.sampling_params).read_only
+                and not arguments.read_only
             )
             # Nor is one that was scheduled before its block was emitted.
             if is_commit or num_denoised <= self.spec.num_given(request.num_tokens):
@@ -310,7 +305,8 @@ class CanvasScheduling(Scheduler):
                     num_emitted,
                 ),
                 None if is_lost or request_id not in views else CanvasView(views[request_id]),
-                self._max_steps(request),
+                arguments.step_cap(self.spec),
+                self.constraints.num_settled(request_id),
                 is_stale,
                 is_lost,
             )
@@ -453,6 +449,21 @@ class AsyncCanvasScheduler(CanvasScheduling, DiffusionAsyncScheduler):
             if request.num_stale_output_tokens == num_stale:
                 request.num_computed_tokens += num_rows
                 request.num_output_placeholders += num_rows
+
+
+def source_of_seeds(vllm_config: VllmConfig) -> np.random.Generator:
+    """Return the generator of the seeds of an engine's requests that have none.
+
+    By default it differs in every engine and after every start, so that equal requests get
+    different answers. A server's own ``--seed`` makes it repeat from start to start, and then the
+    index of a data-parallel engine makes it differ from that of the others, as in vLLM's
+    ``set_random_seed``. Engines of an external launcher each schedule the same requests, one for
+    each rank of one model, so theirs are alike.
+    """
+    seed, parallel = vllm_config.model_config.seed, vllm_config.parallel_config
+    if seed == _UNSET_SEED and parallel.distributed_executor_backend != "external_launcher":
+        return np.random.default_rng()
+    return np.random.default_rng((seed, parallel.data_parallel_index))
 
 
 def canvas_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Scheduler:

@@ -20,7 +20,6 @@ import copy
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -126,13 +125,14 @@ class ConstrainedCanvas:
     """
 
     def __init__(
-        self, request: Request, manager: Any, held: Mapping[int, int] = MappingProxyType({})
+        self, request: Request, manager: Any, max_steps: int, held: Mapping[int, int]
     ) -> None:
         """Begin with a canvas that no step has seen.
 
         Args:
             request: The engine's request.
             manager: The scheduler's ``EngineGrammars``, which own the compiled grammar.
+            max_steps: The request's step cap; from there on the frontier moves in every step.
             held: Positions of the first canvas whose token the request brings and no step changes,
                 counted from the first that is not a known token, to the position that the request
                 named.
@@ -140,6 +140,7 @@ class ConstrainedCanvas:
         assert request.sampling_params is not None
         self._request = request
         self._manager = manager
+        self._max_steps = max_steps
         self._held = held
         self._params = request.sampling_params
         self._end_tokens = frozenset(end_token_ids(self._params))
@@ -168,21 +169,20 @@ class ConstrainedCanvas:
         """Number of leading positions of the canvas that will not change any more."""
         return len(self._pinned)
 
-    def is_overdue(self, max_steps: int) -> bool:
+    def is_overdue(self) -> bool:
         """Return true if the canvas takes more steps than one without a constraint may."""
-        return self._steps > max_steps
+        return self._steps > self._max_steps
 
     def denoised(self, tokens: Sequence[int]) -> None:
         """Record a step's argmax canvas."""
         self._steps += 1
         self._previous, self._tokens = self._tokens, list(tokens)
 
-    def allowed_tokens(self, width: int, max_steps: int) -> AllowedTokens:
+    def allowed_tokens(self, width: int) -> AllowedTokens:
         """Return what the next step may draw.
 
         Args:
             width: Positions of the canvas.
-            max_steps: The request's step cap; from there on the frontier moves in every step.
 
         Raises:
             DeadEndError: If no token may stand at the frontier, or not the one that the request
@@ -194,7 +194,7 @@ class ConstrainedCanvas:
         tokens = (self._tokens or [])[:num_needed]
         num_valid, is_complete = self._valid_prefix(tokens, num_needed)
         settled = self._previous is not None and self._previous[:num_needed] == tokens
-        at_cap = self._steps >= max_steps
+        at_cap = self._steps >= self._max_steps
         restart = False
         if is_complete and at_cap:
             # The next step repeats it, whatever the model predicts.
@@ -216,8 +216,7 @@ class ConstrainedCanvas:
 
     def _valid_prefix(self, tokens: list[int], num_needed: int) -> tuple[int, bool]:
         """Return how many leading tokens satisfy the constraint, and true if no more are needed."""
-        num_thought = self._num_thought(tokens)
-        num_valid = self._num_accepted(tokens, num_thought)
+        num_thought, num_valid = self._num_accepted(tokens)
         longest = self._longest_word
         answer = self._last_output_tokens(longest - 1) + tokens
         thinking = self._thinking_after([])
@@ -257,19 +256,16 @@ class ConstrainedCanvas:
         output = self._request.output_token_ids
         return list(output[max(len(output) - count, 0) :])
 
-    def _num_accepted(self, tokens: list[int], num_thought: int) -> int:
-        """Return how many leading tokens the grammar accepts, which begins after the thought."""
+    def _num_accepted(self, tokens: list[int]) -> tuple[int, int]:
+        """Return how many leading tokens are thoughts, in which all but end tokens are allowed, and
+        how many these are with those that the grammar accepts after them.
+        """
         if not self._request.use_structured_output:
-            return len(tokens)
-        grammar = self._request.structured_output_request.grammar
-        return num_thought + len(grammar.validate_tokens(tokens[num_thought:]))
-
-    def _num_thought(self, tokens: list[int]) -> int:
-        """Return how many leading tokens are thoughts, in which all but end tokens are allowed."""
-        if not self._request.use_structured_output:
-            return 0
+            return 0, len(tokens)
         bounds = self._manager._get_constraint_bounds(self._request, tokens)
-        return min(bounds.grammar_start, len(tokens))
+        num_thought = min(bounds.grammar_start, len(tokens))
+        grammar = self._request.structured_output_request.grammar
+        return num_thought, num_thought + len(grammar.validate_tokens(tokens[num_thought:]))
 
     def _allowed_after(self, pinned: list[int]) -> np.ndarray | None:
         """Return the bits of the tokens allowed after ``pinned``; ``None`` if all are."""

@@ -1,6 +1,5 @@
 """Constrained canvases of a scheduler's requests."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -34,25 +33,17 @@ def _has_canvas_in_flight(request: Request) -> bool:
 class Constraints(SchedulerFeature):
     """Constrained canvases: they say before each pass what it may draw, and read its result."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        spec: CanvasSpec,
-        stuck: StuckRequests,
-        max_steps_of: Callable[[Request], int],
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, spec: CanvasSpec, stuck: StuckRequests) -> None:
         """Start without requests.
 
         Args:
             scheduler: Scheduler of the requests.
             spec: Description of canvases.
             stuck: Feature that ends requests whose constraint allows nothing more.
-            max_steps_of: Returns a request's step cap.
         """
         self._scheduler = scheduler
         self._spec = spec
         self._stuck = stuck
-        self._max_steps_of = max_steps_of
         self._canvases: dict[str, ConstrainedCanvas] = {}
 
     def holds(self, request_id: str) -> bool:
@@ -79,7 +70,7 @@ class Constraints(SchedulerFeature):
             for request in scheduler.running
             if (canvas := self._canvases.get(request.request_id)) is not None
             and not canvas.has_given_way
-            and canvas.is_overdue(self._max_steps_of(request))
+            and canvas.is_overdue()
         ]
         for request in overdue[: len(scheduler.waiting)]:
             self._canvases[request.request_id].has_given_way = True
@@ -96,7 +87,8 @@ class Constraints(SchedulerFeature):
                 continue
             request = self._scheduler.requests[request_id]
             num_given = self._spec.num_given(request.num_tokens)
-            width = min(len(tokens) - num_given, self._block_length(request))
+            settings = arguments_of(request.sampling_params).settings
+            width = min(len(tokens) - num_given, self._spec.block_length(settings))
             if width <= 0:
                 # The pass was scheduled before its block was emitted.
                 continue
@@ -107,10 +99,6 @@ class Constraints(SchedulerFeature):
         nothing = np.empty((0, 0), np.int32)
         return CanvasGrammarOutput(list(allowed), nothing, None, list(allowed.values()))
 
-    def _block_length(self, request: Request) -> int:
-        """Return how many positions of the request's canvas are denoised at a time."""
-        return self._spec.block_length(arguments_of(request.sampling_params).settings)
-
     def _allowed_tokens(
         self, request: Request, canvas: ConstrainedCanvas, width: int
     ) -> AllowedTokens:
@@ -118,7 +106,7 @@ class Constraints(SchedulerFeature):
         ends.
         """
         try:
-            return canvas.allowed_tokens(width, self._max_steps_of(request))
+            return canvas.allowed_tokens(width)
         except DeadEndError as dead_end:
             reason = str(dead_end)
         except Exception as error:
@@ -142,9 +130,13 @@ class Constraints(SchedulerFeature):
         if constraint_names(request):
             manager: Any = self._scheduler.structured_output_manager
             first = self._spec.num_given(request.num_tokens)
-            pinned = arguments_of(request.sampling_params).pinned
-            held = {position - first: position for position in pinned if position >= first}
-            self._canvases[request.request_id] = ConstrainedCanvas(request, manager, held)
+            arguments = arguments_of(request.sampling_params)
+            held = {
+                position - first: position for position in arguments.pinned if position >= first
+            }
+            max_steps = arguments.step_cap(self._spec)
+            canvas = ConstrainedCanvas(request, manager, max_steps, held)
+            self._canvases[request.request_id] = canvas
 
     def observe(self, part: ReturnedPart) -> None:
         canvas = self._canvases.get(part.request.request_id)

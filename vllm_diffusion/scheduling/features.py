@@ -19,6 +19,7 @@ class ReturnedPart(NamedTuple):
         counts: Rows that ran, and tokens that were emitted.
         view: Result of the step for the canvas; ``None`` if no feature reads it.
         max_steps: Step cap of the request.
+        num_settled: Leading positions of its canvas that will not change any more, before it.
         is_stale: True if the request was preempted while the pass was in flight.
         is_lost: True if the result of the pass is lost by that.
     """
@@ -27,6 +28,7 @@ class ReturnedPart(NamedTuple):
     counts: RowCounts
     view: CanvasView | None
     max_steps: int
+    num_settled: int
     is_stale: bool
     is_lost: bool
 

@@ -8,8 +8,6 @@ slot for ever. An answer that ``max_tokens`` ends before its structured output i
 with them.
 """
 
-from collections.abc import Callable
-
 from vllm.outputs import RequestError
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
@@ -26,19 +24,15 @@ SLACK = 4
 class StuckRequests(SchedulerFeature):
     """Feature that tracks the progress of requests, and ends requests that make none."""
 
-    def __init__(
-        self, scheduler: Scheduler, counters: EngineCounts, num_settled: Callable[[str], int]
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, counters: EngineCounts) -> None:
         """Start without requests.
 
         Args:
             scheduler: Scheduler of the requests.
             counters: Counters of the engine.
-            num_settled: Returns how many leading positions of a request's canvas will not change.
         """
         self._scheduler = scheduler
         self._counters = counters
-        self._num_settled = num_settled
         # By request: passes since a position was settled, and the settled positions of its canvas.
         self._idle_passes: dict[str, tuple[int, int]] = {}
         self._reasons: dict[str, str] = {}
@@ -48,8 +42,7 @@ class StuckRequests(SchedulerFeature):
     def observe(self, part: ReturnedPart) -> None:
         if not part.counts.projected or part.is_stale:
             return
-        request, num_emitted = part.request, part.counts.num_emitted
-        num_settled = self._num_settled(request.request_id)
+        request, num_emitted, num_settled = part.request, part.counts.num_emitted, part.num_settled
         passes, before = self._idle_passes.get(request.request_id, (0, 0))
         passes = 0 if num_emitted or num_settled > before else passes + 1
         self._idle_passes[request.request_id] = (passes, 0 if num_emitted else num_settled)

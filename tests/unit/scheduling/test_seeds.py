@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.engines.vllm_configs import vllm_config
-from vllm_diffusion.scheduling.seeds import source_of_seeds
+from vllm_diffusion.scheduling.canvas_scheduler import source_of_seeds
 
 
 def drawn(seed: int, engine: int = 0, backend: str | None = None) -> list[int]:

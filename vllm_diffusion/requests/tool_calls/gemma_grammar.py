@@ -13,15 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_diffusion.requests.tool_calls.call_values import QUOTE
 from vllm_diffusion.requests.tool_calls.leaf_values import (
     UnwritableError,
     escaped,
     string_terminal,
 )
-from vllm_diffusion.requests.tool_calls.schema_reader import ToolSchemaError
-from vllm_diffusion.requests.tool_calls.tag_grammar import MARK
-from vllm_diffusion.requests.tool_calls.value_forms import (
+from vllm_diffusion.requests.tool_calls.schema_reader import (
     ANYTHING,
     Form,
     Items,
@@ -29,11 +26,14 @@ from vllm_diffusion.requests.tool_calls.value_forms import (
     Number,
     Scalar,
     Text,
+    ToolSchemaError,
     Value,
 )
+from vllm_diffusion.requests.tool_calls.tag_grammar import MARK
 
 CALL_START = "<|tool_call>"
 CALL_END = "<tool_call|>"
+QUOTE = '<|"|>'
 # Rules that all tools have in common. Beyond 4,300 digits Python reads no integer, and beyond 1e308
 # no number. A key is one that the reader takes as it stands, such as $gt, Content-Type or Due date,
 # without a quotation mark, as JSON would begin it.

@@ -9,6 +9,7 @@ is vLLM's own.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,12 +21,14 @@ from vllm.tool_parsers.structural_tag_registry import (
     resolve_tool_strictness,
 )
 from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
+from vllm.tool_parsers.utils import coerce_to_schema_type
 
+from vllm_diffusion.requests.json_schema import json_types
 from vllm_diffusion.requests.refusals import refuse
-from vllm_diffusion.requests.tool_calls.call_values import QUOTE, typed, with_signs
 from vllm_diffusion.requests.tool_calls.gemma_grammar import (
     CALL_END,
     CALL_START,
+    QUOTE,
     Markers,
     call_grammar,
 )
@@ -35,15 +38,28 @@ from vllm_diffusion.requests.tool_calls.read_tools import (
     function_of,
     read_tools,
 )
-from vllm_diffusion.requests.tool_calls.schema_reader import ToolSchemaError
-from vllm_diffusion.requests.tool_calls.value_forms import Value
+from vllm_diffusion.requests.tool_calls.schema_reader import (
+    ANYTHING,
+    Items,
+    Members,
+    ToolSchemaError,
+    Value,
+)
 
 # Names our tag in vLLM's registry of tags, where it is not listed: only functions are called.
 TAG = "gemma4"
+# Begins each string for vLLM's reader: no tokenizer writes it where a value begins.
+_SIGN = "\0"
 
 
 class GemmaCallParser(Gemma4Parser):
-    """vLLM's parser, which gives each argument the type that the call writes."""
+    """vLLM's parser, which gives each argument the type that the call writes.
+
+    The format tells a string, which stands between two markers, from a number, a boolean and null,
+    which stand as they are. vLLM's reader drops the markers and guesses the types from the schema,
+    so a string ``7`` beside an integer would be the integer. Here its reader gets each string with
+    a sign, and the types are those of the text.
+    """
 
     def __init__(self, tokenizer: Any, tools: list[Any] | None = None, **kwargs: Any) -> None:
         thinks = (kwargs.get("chat_template_kwargs") or {}).get("enable_thinking", False)
@@ -51,7 +67,7 @@ class GemmaCallParser(Gemma4Parser):
         read = config.arg_converter
         assert read is not None
         kwargs["parser_engine_config"] = replace(
-            config, arg_converter=lambda text, is_part: read(with_signs(text), is_part)
+            config, arg_converter=lambda text, is_part: read(_with_signs(text), is_part)
         )
         super().__init__(tokenizer, tools, **kwargs)
         self._read: Mapping[str, ReadTool] = {}
@@ -71,7 +87,58 @@ class GemmaCallParser(Gemma4Parser):
     def _fix_arg_types(self, args_json: str, func_name: str) -> str:
         arguments = self._read.get(func_name, ANY_TOOL).arguments
         value = Value({"object": (arguments,)})
-        return json.dumps(typed(json.loads(args_json), value), ensure_ascii=False)
+        return json.dumps(_typed(json.loads(args_json), value), ensure_ascii=False)
+
+
+def _with_signs(arguments: str) -> str:
+    """Return the text of a call's arguments with a sign at the begin of each string."""
+    parts = arguments.split(QUOTE)
+    return QUOTE.join(_SIGN + part if i % 2 else part for i, part in enumerate(parts))
+
+
+def _typed(value: Any, to: Value) -> Any:
+    """Return a value that was read from a text with signs.
+
+    Args:
+        value: String, list or mapping.
+        to: What a schema allows. A string or literal of another type is made one of these where
+            that can be, as vLLM does it: free models put numbers between markers, or a word without
+            them.
+    """
+    if isinstance(value, dict):
+        members = _only(to, "object", Members)
+        others = members.others or ANYTHING if members else ANYTHING
+        named = members.properties if members else {}
+        return {
+            key.removeprefix(_SIGN): _typed(item, named.get(key.removeprefix(_SIGN), others))
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        items = _only(to, "array", Items)
+        return [_typed(item, items.item if items else ANYTHING) for item in value]
+    text = value.removeprefix(_SIGN)
+    read = text if value.startswith(_SIGN) else _literal(text)
+    if not to.forms or json_types(read) & to.forms.keys():
+        return read
+    return coerce_to_schema_type(text, sorted(to.forms))
+
+
+def _only(to: Value, name: str, kind: type) -> Any:
+    """Return the form of a type if there is one; alternatives say nothing for certain of what is in
+    them.
+    """
+    forms = to.forms.get(name, ())
+    return forms[0] if len(forms) == 1 and isinstance(forms[0], kind) else None
+
+
+def _literal(text: str) -> Any:
+    """Return the number, boolean or null of a text, or the text."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    return value if is_finite and not isinstance(value, (list, dict)) else text
 
 
 class GemmaToolParser(Gemma4EngineToolParser):

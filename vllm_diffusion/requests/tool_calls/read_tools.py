@@ -14,8 +14,12 @@ from typing import Any, NamedTuple
 from vllm_diffusion.requests import bounds
 from vllm_diffusion.requests.json_schema import SchemaError, json_text
 from vllm_diffusion.requests.readers import Reading, read_aside
-from vllm_diffusion.requests.tool_calls.schema_reader import ToolSchemaError, read_arguments
-from vllm_diffusion.requests.tool_calls.value_forms import ANYTHING, Members
+from vllm_diffusion.requests.tool_calls.schema_reader import (
+    ANYTHING,
+    Members,
+    ToolSchemaError,
+    read_arguments,
+)
 
 # Tools of the last requests that are kept: an agent sends the same ones at each turn.
 _MOST_REMEMBERED = 32

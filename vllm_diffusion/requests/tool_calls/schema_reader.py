@@ -7,11 +7,14 @@ write, is refused for a strict tool, so that a call that follows the grammar alw
 that satisfy the schema.
 """
 
+from __future__ import annotations
+
 import contextlib
 import itertools
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_diffusion.requests.json_schema import (
@@ -28,16 +31,86 @@ from vllm_diffusion.requests.tool_calls.leaf_values import (
     number_rule,
     string_terminal,
 )
-from vllm_diffusion.requests.tool_calls.value_forms import (
-    ANYTHING,
-    Form,
-    Items,
-    Members,
-    Number,
-    Scalar,
-    Text,
-    Value,
-)
+
+# Forms that the arguments of a call may have, one or more for each JSON type.
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A value out of a list; any number, boolean or null without one.
+
+    Attributes:
+        values: Allowed values; ``None`` for all.
+    """
+
+    values: tuple[Any, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Text:
+    """A string.
+
+    Attributes:
+        min_length: Characters.
+        max_length: Characters; ``None`` for any number.
+        pattern: Expression that is found in it; ``None`` for any string.
+    """
+
+    min_length: int = 0
+    max_length: int | None = None
+    pattern: str | None = None
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number within bounds.
+
+    Attributes:
+        rule: Body of the grammar's rule.
+    """
+
+    rule: str
+
+
+@dataclass(frozen=True)
+class Items:
+    """An array."""
+
+    item: Value
+    min_items: int = 0
+    max_items: int | None = None
+
+
+@dataclass(frozen=True)
+class Members:
+    """Object with properties.
+
+    Attributes:
+        properties: Types by name, in the order in which Gemma's chat template writes them.
+        required: Names of required properties.
+        others: Type of properties with any other name; ``None`` if there may be none.
+    """
+
+    properties: Mapping[str, Value]
+    required: frozenset[str]
+    others: Value | None = None
+
+
+Form = Scalar | Text | Number | Items | Members
+
+
+@dataclass(frozen=True)
+class Value:
+    """Type of one value.
+
+    Attributes:
+        forms: Allowed forms for each JSON type; empty for a value of any kind.
+    """
+
+    forms: Mapping[str, tuple[Form, ...]]
+
+
+ANYTHING = Value({})
 
 
 class ToolSchemaError(ValueError):
@@ -271,14 +344,6 @@ def _bounds(schema: Mapping[str, Any], what: str, path: str) -> tuple[int, int |
     return low, high
 
 
-def _type_of(value: Any, types: list[str]) -> str | None:
-    """Return the JSON type of a listed value, ``None`` if it is none of ``types``."""
-    names = json_types(value)
-    if not types:
-        return min(names)
-    return min(names.intersection(types), default=None)
-
-
 def _listed(schema: Mapping[str, Any], types: list[str], path: str) -> dict[str, tuple[Form, ...]]:
     """The forms of ``enum`` and ``const``."""
     of_other_forms = {"properties", "items", "minLength", "maxLength", "pattern", *_BOUNDS}
@@ -293,8 +358,9 @@ def _listed(schema: Mapping[str, Any], types: list[str], path: str) -> dict[str,
         _check_key(key, path)
     listed: dict[str, list[Any]] = {}
     for value in values:
-        if (name := _type_of(value, types)) is not None:
-            listed.setdefault(name, []).append(value)
+        names = json_types(value)
+        if fitting := names.intersection(types or names):
+            listed.setdefault(min(fitting), []).append(value)
     if not listed:
         raise NoValueError(f"{path} allows no value")
     return {name: (Scalar(tuple(same_type)),) for name, same_type in listed.items()}

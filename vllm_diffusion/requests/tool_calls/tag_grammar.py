@@ -71,10 +71,6 @@ def _in_new_form(tag: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
 
 
-def _is_call(form: Mapping[str, Any]) -> bool:
-    return form["type"] == "grammar" and str(form.get("grammar")).startswith(MARK)
-
-
 @dataclass(frozen=True)
 class _Part:
     """What a format is written as.
@@ -113,7 +109,12 @@ class _Writer:
         return [self._part(form, kind)]
 
     def _part(self, form: Mapping[str, Any], kind: str) -> _Part:
-        if _is_call(form):
+        if kind == "grammar":
+            if not str(form.get("grammar")).startswith(MARK):
+                raise SchemaError(
+                    "a grammar in EBNF cannot be combined with tools or a structural tag; leave one "
+                    "of them out, or set tool_choice to none"
+                )
             _, *lines = form["grammar"].splitlines()
             self._lines |= dict.fromkeys(lines)
             return _Part(str(lines[0].split(":")[0]), is_regular=False)
@@ -139,11 +140,6 @@ class _Writer:
             return self._separated(form)
         if kind == "token_triggered_tags":
             return self._triggered_by_tokens(form)
-        if kind == "grammar":
-            raise SchemaError(
-                "a grammar in EBNF cannot be combined with tools or a structural tag; leave one "
-                "of them out, or set tool_choice to none"
-            )
         raise SchemaError(_NOT_SUPPORTED.format(f"the type {kind!r}"))
 
     def _tag(self, form: Mapping[str, Any], begin: Any) -> list[_Part]:
