@@ -54,8 +54,9 @@ _TYPES_OF: dict[type, set[str]] = {
     list: {"array"},
     dict: {"object"},
 }
-# Keywords that hold values and no schemas.
+# Keywords that hold values and no schemas, and those that hold schemas by names.
 _DATA = frozenset(["const", "enum", "default", "examples", "example"])
+_BY_NAMES = frozenset(["properties", "patternProperties", "$defs", "definitions"])
 # The greatest integer that llguidance writes as it is listed: a larger one gets other digits, and
 # -2**63 ends the process.
 _MOST_LISTED = 2**53
@@ -157,11 +158,11 @@ def _copied(schema: Any) -> dict[str, Any]:
         return {}
     if not isinstance(root, dict):
         raise SchemaError(f"must be an object; got {reprlib.repr(root)}")
-    # With each part, whether it is a schema or holds some.
-    pending: list[tuple[Any, bool]] = [(root, True)]
+    # With each part the keyword that holds it; none for what has a name instead.
+    pending: list[tuple[Any, str]] = [(root, "")]
     count = 0
     while pending:
-        part, is_schema = pending.pop()
+        part, within = pending.pop()
         if not isinstance(part, (dict, list)):
             continue
         count += 1
@@ -170,12 +171,15 @@ def _copied(schema: Any) -> dict[str, Any]:
                 f"has more than {bounds.MOST_PARTS} objects and lists; leave parts of it out"
             )
         if isinstance(part, list):
-            pending += ((item, is_schema) for item in part)
-            continue
-        if is_schema:
+            pending += ((item, within) for item in part)
+        elif within in _DATA:
+            pending += ((value, within) for value in part.values())
+        elif within in _BY_NAMES:
+            pending += ((value, "") for value in part.values())
+        else:
             _write_flags(part)
             _write_counts(part)
-        pending += ((value, is_schema and key not in _DATA) for key, value in part.items())
+            pending += ((value, key) for key, value in part.items())
     return root
 
 
@@ -235,9 +239,7 @@ def _write_flags(part: dict[str, Any]) -> None:
     for bound in ("minimum", "maximum"):
         name, limit = f"exclusive{bound.capitalize()}", part.get(bound)
         is_number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
-        # Otherwise these may be names of properties.
-        is_schema = is_number or isinstance(part.get("type"), (str, list))
-        if is_schema and isinstance(part.get(name), bool):
+        if isinstance(part.get(name), bool):
             leaves_out = part.pop(name)
             if leaves_out and is_number:
                 part[name] = part.pop(bound)

@@ -244,6 +244,16 @@ def test_whole_numbers_with_a_point():
     assert "#/minLength" in str(refusal_of({"type": "string", "minLength": 1.5}))
 
 
+@pytest.mark.parametrize("name", ["a", "default", "example", "enum", "properties", "minItems"])
+def test_properties_with_names_of_keywords(name):
+    """What older drafts write with flags and points is read in a property of any name."""
+    bounded = {"type": "array", "minItems": 1.0}
+    bounded["items"] = {"type": "integer", "minimum": 3, "exclusiveMinimum": True}
+    accepts = accepts_of({"type": "object", "properties": {name: bounded}})
+    for values, is_accepted in (([4], True), ([3], False), ([], False)):
+        assert accepts(json.dumps({name: values})) == is_accepted
+
+
 @pytest.mark.parametrize(
     ("beside", "accepts_null"),
     [
