@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 from transformers import Ministral3Config
 
 from vllm_diffusion.decoding.layouts import FirstTokenBlock, VerifiedDraft
-from vllm_diffusion.decoding.reveal import LinearSpec, Reveal
+from vllm_diffusion.decoding.reveal import AS_LLADA, LinearSpec, Reveal
 from vllm_diffusion.decoding.rule import AUTOREGRESSIVE, FLOAT32_MAX, Setting
 from vllm_diffusion.startup.draft_lora import (
     DraftLora,
@@ -77,13 +77,7 @@ class NemotronLabsDiffusionEngineConfig(MaskedEngineConfig):
     # As on the card; without a threshold one token a step is the strategy "static".
     rules = {
         "reveal": PublishedRule(
-            partial(
-                Reveal,
-                includes_threshold=True,
-                at_request_temperature=False,
-                judges_to_end=True,
-                spreads_masks=True,
-            ),
+            partial(Reveal, **AS_LLADA, judges_to_end=True),
             {"reveal_threshold": 0.9, "strategy": "dynamic"},
         ),
         "linear_spec": PublishedRule(lambda mask_token_id: LinearSpec(), layout=VerifiedDraft),
