@@ -36,7 +36,7 @@ from vllm_diffusion.decoding.reveal import AS_LLADA
 from vllm_diffusion.decoding.reveal_in_blocks import RevealEndsLast, RevealInBlocks
 from vllm_diffusion.startup.engine_config import PublishedRule
 from vllm_diffusion.startup.whole_sequences import WholeSequenceEngineConfig
-from vllm_diffusion.weights.checkpoint_tensors import BodyTensors, CheckpointTensors
+from vllm_diffusion.weights.checkpoint_tensors import BodyTensors
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -196,6 +196,7 @@ class LLaDAEngineConfig(WholeSequenceEngineConfig):
     """The entry of ``LLaDAModelLM``."""
 
     rules = {"reveal_in_blocks": even_blocks(RevealEndsLast, 128, **_ENDS)}
+    tensors = _Tensors("LlamaForCausalLM")
     mask_token_id = 126336
     block_length = 128
     layout = SequenceOfBlocks
@@ -227,10 +228,6 @@ class LLaDAEngineConfig(WholeSequenceEngineConfig):
         }
         of_checkpoint = {name: token for name, token in ends.items() if isinstance(token, int)}
         return replace(published, rule=partial(published.rule, **of_checkpoint))
-
-    @classmethod
-    def checkpoint_tensors(cls) -> CheckpointTensors:
-        return _Tensors("LlamaForCausalLM")
 
 
 class LLaDAMoEEngineConfig(WholeSequenceEngineConfig):
