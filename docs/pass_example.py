@@ -21,8 +21,8 @@ from torch import Tensor
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
 from vllm_diffusion.decoding.layouts import FreeCanvas
-from vllm_diffusion.decoding.pass_order import PassOrder
-from vllm_diffusion.decoding.statistics import PositionStatistics
+from vllm_diffusion.decoding.rule import PositionStatistics
+from vllm_diffusion.decoding.ways import PassOrder
 
 if TYPE_CHECKING:
     from vllm_diffusion.canvas.pass_rows import EngineRows, PassRows

@@ -6,8 +6,7 @@ Words of the noise are equal.
 """
 
 from attention_kernels.checks.attention import AttentionShape, check_attention
-from attention_kernels.checks.checked import Checked
-from attention_kernels.checks.device import check_device, check_noise
+from attention_kernels.checks.device import Checked, check_device, check_noise
 from attention_kernels.checks.sampled_rows import RowsShape, check_kept_rows, check_statistics
 
 __all__ = [

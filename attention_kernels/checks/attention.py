@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attention_kernels.canvas_attention import AttentionOptions, Window, canvas_attention
 from attention_kernels.canvas_attention import Impl as AttentionImpl
-from attention_kernels.checks.checked import Checked
+from attention_kernels.checks.device import Checked
 from attention_kernels.testing import CanvasBatch, assert_within_error_budget, make_canvas_batch
 
 FP8 = torch.float8_e4m3fn

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention_kernels.checks.checked import Checked
+from attention_kernels.checks.device import Checked
 from attention_kernels.testing import make_adjustments, make_draws
 from attention_kernels.vocab_statistics import (
     LEAST_KEY,

@@ -72,7 +72,7 @@ def test_canvas_attention_triton_refused():
 def test_canvas_attention_triton_needs_a_gpu():
     """Without a GPU and without the interpreter the kernels refuse by name."""
     code = (
-        "import attention_kernels as a, attention_kernels.testing as t\n"
+        "import attention_kernels.canvas_attention as a, attention_kernels.testing as t\n"
         "b = t.make_canvas_batch([4], [9], [0])\n"
         "try: a.canvas_attention(*b.arguments(a.AttentionOptions(1.0)), impl='triton')\n"
         "except NotImplementedError as e: assert 'TRITON_INTERPRET' in str(e), e\n"

@@ -271,8 +271,6 @@ class CanvasAttentionBackend(AttentionBackend):
     tail.
     """
 
-    # Callers that need more than one causal flag per request ask for this.
-    accepts_causal_rows: ClassVar[bool] = True
     forward_includes_kv_cache_update: bool = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [
         torch.float32,
@@ -324,7 +322,3 @@ class CanvasAttentionBackend(AttentionBackend):
     @classmethod
     def supports_mm_prefix(cls) -> bool:
         return True
-
-    @classmethod
-    def supports_attn_type(cls, attn_type: str) -> bool:
-        return attn_type == AttentionType.DECODER

@@ -4,9 +4,11 @@ A batch of a diffusion model comes with ``causal_rows`` (see :func:`bind_canvas`
 model, and for stock's own diffusion class, the engine's causal flag is widened to rows here.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
@@ -174,13 +176,23 @@ def _row_spans_of_requests(common: CommonAttentionMetadata) -> Tensor:
     starts = common.query_start_loc_cpu.tolist()
     assert common.seq_lens_cpu_upper_bound is not None
     lens = common.seq_lens_cpu_upper_bound.tolist()
-    spans = torch.zeros(common.num_actual_tokens, 2, dtype=torch.int32)
+    spans = np.zeros((common.num_actual_tokens, 2), dtype=np.int32)
     for request_idx, ranges in (common.mm_req_doc_ranges or {}).items():
-        first_row, end_row = starts[request_idx], starts[request_idx + 1]
-        first_position = lens[request_idx] - (end_row - first_row)
-        for first, last in ranges:
-            low = max(first - first_position, 0) + first_row
-            high = min(last + 1 - first_position + first_row, end_row)
-            if low < high:
-                spans[low:high] = torch.tensor((first, last + 1), dtype=torch.int32)
-    return spans.to(common.seq_lens.device, non_blocking=True)
+        rows = slice(starts[request_idx], starts[request_idx + 1])
+        write_image_spans(spans[rows], lens[request_idx] - (rows.stop - rows.start), ranges)
+    return torch.from_numpy(spans).to(common.seq_lens.device, non_blocking=True)
+
+
+def write_image_spans(
+    spans: np.ndarray, first_position: int, ranges: Iterable[tuple[int, int]]
+) -> None:
+    """Write the image span of each row of a request that lies in one.
+
+    Args:
+        spans: [num_rows, 2], int32, half-open; of the request's rows.
+        first_position: Position of the first of them.
+        ranges: First and last position of each image.
+    """
+    for first, last in ranges:
+        rows = slice(max(first - first_position, 0), max(last + 1 - first_position, 0))
+        spans[rows] = first, last + 1

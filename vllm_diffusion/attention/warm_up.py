@@ -4,6 +4,7 @@ Which one a pass takes depends on how many rows it has and on whether an image i
 compiling one takes seconds: none is left to a request.
 """
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -21,7 +22,7 @@ class AttentionVariants(VllmJitKernel[Any]):
     def get_warmup_keys(self, layer_names: list[str], vllm_config: VllmConfig) -> list[Any]:
         """Layers whose launches differ; layers of a kind are one key, whatever their group."""
         layers = vllm_config.compilation_config.static_forward_context
-        return [_Layer(layers[name], vllm_config) for name in layer_names]
+        return [_Layer(layers[name].impl.kind, layers[name], vllm_config) for name in layer_names]
 
     def compile(self, compile_key: Any) -> None:
         """Launch each variant on a sequence without rows."""
@@ -34,18 +35,13 @@ class AttentionVariants(VllmJitKernel[Any]):
         layer.impl.warm_up(layer, anchor, spans, config.model_config.dtype)
 
 
+@dataclass(frozen=True)
 class _Layer:
     """A layer, equal to every other one of its kind."""
 
-    def __init__(self, layer: Any, config: VllmConfig) -> None:
-        self.layer = layer
-        self.config = config
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Layer) and self.layer.impl.kind == other.layer.impl.kind
-
-    def __hash__(self) -> int:
-        return hash(self.layer.impl.kind)
+    kind: Any
+    layer: Any = field(compare=False)
+    config: VllmConfig = field(compare=False)
 
 
 ATTENTION_VARIANTS = AttentionVariants()

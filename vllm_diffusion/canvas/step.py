@@ -24,8 +24,7 @@ from torch import Tensor
 from attention_kernels.noise import Purpose, uniform_tokens
 from vllm_diffusion.canvas.compiled import compiled
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
-from vllm_diffusion.decoding.rule import DecodingRule, StepDecision, StepInputs
-from vllm_diffusion.decoding.statistics import PositionStatistics
+from vllm_diffusion.decoding.rule import DecodingRule, PositionStatistics, StepDecision, StepInputs
 from vllm_diffusion.decoding.ways import Way
 
 _DENOISING, _COMMITTING = int(Phase.DENOISING), int(Phase.COMMITTING)

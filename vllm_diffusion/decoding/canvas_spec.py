@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from vllm_diffusion.decoding.layouts import CanvasLayout
-from vllm_diffusion.decoding.rule import Choice, DecodingRule, Setting
-from vllm_diffusion.decoding.statistics import PositionStatistics
+from vllm_diffusion.decoding.rule import Choice, DecodingRule, PositionStatistics, Setting, Values
 from vllm_diffusion.decoding.ways import Way
 
 _FINAL = "is not supported by this model, which cannot revise a token that a canvas starts from; leave it out."
@@ -36,7 +35,7 @@ class CanvasSpec:
     """
 
     ways: tuple[Way, ...]
-    settings: Mapping[str, float | str]
+    settings: Values
     default_way: int = 0
     mask_token_id: int | None = None
     noise_tokens: range | None = None
@@ -49,7 +48,7 @@ class CanvasSpec:
         layout: CanvasLayout,
         rule: DecodingRule,
         max_denoising_steps: int,
-        settings: Mapping[str, float | str],
+        settings: Values,
         *,
         name: str = "",
         **others: Any,
@@ -73,7 +72,7 @@ class CanvasSpec:
         return {name: each for rule in self.rules[::-1] for name, each in rule.settings.items()}
 
     @property
-    def presets(self) -> dict[str, Mapping[str, float | str]]:
+    def presets(self) -> dict[str, Values]:
         """The presets of all rules, by name."""
         return {name: each for rule in self.rules[::-1] for name, each in rule.presets.items()}
 
@@ -121,13 +120,13 @@ class CanvasSpec:
         """
         return self.layout.num_given(num_known)
 
-    def all_settings(self, own: Mapping[str, float | str]) -> dict[str, float | str]:
+    def all_settings(self, own: Values) -> dict[str, float | str]:
         """Return the settings of a request: its own, and the server's for those that it leaves
         out.
         """
         return {**self.settings, **own}
 
-    def block_length(self, settings: Mapping[str, float | str]) -> int:
+    def block_length(self, settings: Values) -> int:
         """Return how many positions of a request's canvas are denoised at a time.
 
         Args:

@@ -1,7 +1,5 @@
 """DiffusionGemma's rule: accept by an entropy budget, stop when stable and confident."""
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -14,6 +12,8 @@ from vllm_diffusion.decoding.rule import (
     Setting,
     StepDecision,
     StepInputs,
+    Tensors,
+    Values,
     in_budget,
     is_first,
     keep_first_token,
@@ -70,9 +70,7 @@ class EntropyBound(DecodingRule):
     # Number of consecutive steps that repeated the argmax of the previous step.
     memory = {"stable_steps": Memory(torch.int32)}
 
-    def contradiction(
-        self, values: Mapping[str, float | str]
-    ) -> tuple[tuple[str, ...], str] | None:
+    def contradiction(self, values: Values) -> tuple[tuple[str, ...], str] | None:
         t_min, t_max = values["t_min"], values["t_max"]
         if float(t_max) >= float(t_min):
             return None
@@ -81,7 +79,7 @@ class EntropyBound(DecodingRule):
 
     def temperatures(
         self,
-        settings: Mapping[str, Tensor],
+        settings: Tensors,
         step: Tensor,
         max_steps: Tensor,
         requested: Tensor,
@@ -91,9 +89,7 @@ class EntropyBound(DecodingRule):
         t_min, t_max = settings["t_min"], settings["t_max"]
         return t_min + (t_max - t_min) * fraction, requested
 
-    def decide(
-        self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
-    ) -> StepDecision:
+    def decide(self, inputs: StepInputs, settings: Tensors, memory: Tensors) -> StepDecision:
         # Fixed positions, and those beyond a narrow canvas, sort last and take nothing from the
         # budget.
         predicted = inputs.predicted
@@ -145,13 +141,9 @@ class DenoisedDraft(EntropyBound):
     # A verified token is drawn as in an autoregressive model.
     temperatures = DecodingRule.temperatures
 
-    def contradiction(
-        self, values: Mapping[str, float | str]
-    ) -> tuple[tuple[str, ...], str] | None:
+    def contradiction(self, values: Values) -> tuple[tuple[str, ...], str] | None:
         return None
 
-    def decide(
-        self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
-    ) -> StepDecision:
+    def decide(self, inputs: StepInputs, settings: Tensors, memory: Tensors) -> StepDecision:
         decision = super().decide(keep_first_token(inputs), settings, memory)
         return decision._replace(keep=decision.keep | is_first(inputs.canvas))

@@ -1,12 +1,18 @@
 """LLaDA2.2's rule: reveal and rewrite, and also delete positions and insert masks."""
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from vllm_diffusion.decoding.reveal import STRATEGIES, RevealAndEdit
-from vllm_diffusion.decoding.rule import Choice, Memory, Setting, StepDecision, StepInputs
+from vllm_diffusion.decoding.rule import (
+    Choice,
+    Memory,
+    Setting,
+    StepDecision,
+    StepInputs,
+    Tensors,
+    Values,
+)
 
 # Positions that a step which repeats an earlier one draws again, at most.
 MAX_ESCAPES = 5
@@ -86,14 +92,10 @@ class Levenshtein(RevealAndEdit):
         self.delete_token_id = delete_token_id
         self.split_token_id = split_token_id
 
-    def faster(
-        self, values: Mapping[str, float | str], max_steps: int, length: int
-    ) -> Mapping[str, float | str]:
+    def faster(self, values: Values, max_steps: int, length: int) -> Values:
         return super().faster(values, int(values["reveal_steps"]), length)
 
-    def decide(
-        self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
-    ) -> StepDecision:
+    def decide(self, inputs: StepInputs, settings: Tensors, memory: Tensors) -> StepDecision:
         predicted = inputs.predicted
         assert predicted.choices is not None
         assert predicted.confidence is not None
@@ -153,7 +155,7 @@ class Levenshtein(RevealAndEdit):
         return choices.gather(-1, first)[..., 0]
 
     def _reveal(
-        self, inputs: StepInputs, settings: Mapping[str, Tensor], masked: Tensor, is_first: Tensor
+        self, inputs: StepInputs, settings: Tensors, masked: Tensor, is_first: Tensor
     ) -> Tensor:
         """Return the masks that a step before the final one reveals, [R, C], bool."""
         # Unused slots hold 0.

@@ -2,8 +2,8 @@
 verified.
 """
 
-from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from vllm_diffusion.decoding.rule import (
     Setting,
     StepDecision,
     StepInputs,
+    Tensors,
+    Values,
     in_budget,
     keep_first_token,
     places,
@@ -29,6 +31,13 @@ DYNAMIC, STATIC, SEQUENTIAL, ENTROPY, ENTROPY_BUDGET = STRATEGIES = (
 )
 # Threshold of a remedy, where a checkpoint's own reveals nothing: the one of most families.
 _USUAL_THRESHOLD = 0.9
+# Options of loops that follow LLaDA's: what equals the threshold passes, a probability is the
+# model's own, and the masks of a canvas are spread over its steps.
+AS_LLADA: dict[str, Any] = {
+    "includes_threshold": True,
+    "at_request_temperature": False,
+    "spreads_masks": True,
+}
 
 
 def even_share(steps_left: Tensor, max_steps: Tensor) -> Tensor:
@@ -120,9 +129,7 @@ class Reveal(DecodingRule):
     rounds_to_even: bool = False
     sub_block_length: int | None = None
 
-    def faster(
-        self, values: Mapping[str, float | str], max_steps: int, length: int
-    ) -> Mapping[str, float | str]:
+    def faster(self, values: Values, max_steps: int, length: int) -> Values:
         if length == 1 or max_steps < length:
             return {}
         strategy = values["strategy"]
@@ -134,7 +141,7 @@ class Reveal(DecodingRule):
 
     def temperatures(
         self,
-        settings: Mapping[str, Tensor],
+        settings: Tensors,
         step: Tensor,
         max_steps: Tensor,
         requested: Tensor,
@@ -143,9 +150,7 @@ class Reveal(DecodingRule):
             return torch.ones_like(requested), requested
         return super().temperatures(settings, step, max_steps, requested)
 
-    def decide(
-        self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
-    ) -> StepDecision:
+    def decide(self, inputs: StepInputs, settings: Tensors, memory: Tensors) -> StepDecision:
         masked = self.masked(inputs)
         reveal = self.revealed(inputs, settings, masked, self.num_least(inputs, masked))
         tokens = torch.where(masked, inputs.predicted.candidate, inputs.canvas)
@@ -159,9 +164,7 @@ class Reveal(DecodingRule):
             memory={},
         )
 
-    def read(
-        self, canvas: Tensor, num_known: Tensor, settings: Mapping[str, Tensor]
-    ) -> Tensor | None:
+    def read(self, canvas: Tensor, num_known: Tensor, settings: Tensors) -> Tensor | None:
         return None if self.revises else canvas == self.mask_token_id
 
     def masked(self, inputs: StepInputs) -> Tensor:
@@ -171,7 +174,7 @@ class Reveal(DecodingRule):
     def revealed(
         self,
         inputs: StepInputs,
-        settings: Mapping[str, Tensor],
+        settings: Tensors,
         masked: Tensor,
         num_least: Tensor,
     ) -> Tensor:
@@ -263,9 +266,7 @@ class RevealAndEdit(Reveal):
     memory = {"post_steps": Memory(torch.int32)}
     can_finish_kv = True
 
-    def decide(
-        self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
-    ) -> StepDecision:
+    def decide(self, inputs: StepInputs, settings: Tensors, memory: Tensors) -> StepDecision:
         masked = self.masked(inputs)
         reveal = self.revealed(inputs, settings, masked, self.num_least(inputs, masked))
         edit = (
@@ -310,9 +311,7 @@ class LinearSpec(DecodingRule):
         ("max_denoising_steps", "draft_steps"), "whose drafts take one step"
     )
 
-    def decide(
-        self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
-    ) -> StepDecision:
+    def decide(self, inputs: StepInputs, settings: Tensors, memory: Tensors) -> StepDecision:
         tokens = keep_first_token(inputs).predicted.candidate
         return StepDecision(
             keep=inputs.valid,

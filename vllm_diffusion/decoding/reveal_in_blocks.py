@@ -1,13 +1,20 @@
 """Rule of models that attend over the whole sequence: the answer is revealed block by block."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vllm_diffusion.decoding.reveal import STRATEGIES, Reveal
-from vllm_diffusion.decoding.rule import FLOAT32_MIN, Choice, Setting, StepDecision, StepInputs
+from vllm_diffusion.decoding.rule import (
+    FLOAT32_MIN,
+    Choice,
+    Setting,
+    StepDecision,
+    StepInputs,
+    Tensors,
+    Values,
+)
 
 RANDOM = "random"
 _STRATEGIES = (*STRATEGIES, RANDOM)
@@ -35,24 +42,18 @@ class RevealInBlocks(Reveal):
 
     draws_positions = True
 
-    def read(
-        self, canvas: Tensor, num_known: Tensor, settings: Mapping[str, Tensor]
-    ) -> Tensor | None:
+    def read(self, canvas: Tensor, num_known: Tensor, settings: Tensors) -> Tensor | None:
         is_mask = super().read(canvas, num_known, settings)
         return None if is_mask is None else is_mask & self._in_reach(canvas, num_known, settings)[0]
 
     @staticmethod
-    def _in_reach(
-        canvas: Tensor, num_known: Tensor, settings: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def _in_reach(canvas: Tensor, num_known: Tensor, settings: Tensors) -> tuple[Tensor, Tensor]:
         """Positions up to the end of the block, [R, C], bool, and that end, [R], int32."""
         end = num_known + settings["block_length"]
         position = torch.arange(canvas.shape[-1], device=end.device)
         return position < end[:, None], end
 
-    def decide(
-        self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
-    ) -> StepDecision:
+    def decide(self, inputs: StepInputs, settings: Tensors, memory: Tensors) -> StepDecision:
         num_known = inputs.known.sum(dim=-1, dtype=torch.int32)
         in_reach, end = self._in_reach(inputs.canvas, num_known, settings)
         assert inputs.uniform is not None
@@ -99,12 +100,10 @@ class RevealEndsLast(RevealInBlocks):
         super().__init__(mask_token_id, **options)
         self.named_tokens = (end_token_id, turn_end_token_id)
 
-    def forbidden(self, values: Mapping[str, float | str]) -> tuple[int, ...]:
+    def forbidden(self, values: Values) -> tuple[int, ...]:
         return self.named_tokens[:1] if values["logits_eos_inf"] else ()
 
-    def decide(
-        self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
-    ) -> StepDecision:
+    def decide(self, inputs: StepInputs, settings: Tensors, memory: Tensors) -> StepDecision:
         predicted = inputs.predicted
         assert predicted.named is not None
         assert inputs.greedy is not None

@@ -21,7 +21,10 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_diffusion.decoding.statistics import PositionStatistics
+# Settings of a rule by name, of one request or of a server; and as tensors of all slots, as is a
+# rule's memory of canvases.
+Values = Mapping[str, float | str]
+Tensors = Mapping[str, Tensor]
 
 INT32_MAX = 2**31 - 1
 # Smaller numbers lose their digits in float32, or are 0.
@@ -128,6 +131,60 @@ MAX_STEPS = Setting(int, 1, 10_000)
 REQUESTED_STEPS = Setting(int, 1, INT32_MAX)
 
 
+class PositionStatistics(NamedTuple):
+    """Statistics of positions: of n rows, [n], or of each position of each slot, [R, C].
+
+    A slot without rows in the pass has what an earlier pass left there, and nothing reads it.
+
+    Attributes:
+        argmax: int64, the likeliest token.
+        candidate: int64, the token drawn at each position.
+        entropy: float32, nats, at the temperature of judging: of all tokens, or where the rule
+            ``judges_filtered`` of what the request's filters keep.
+        drawn_confidence: float32, probability of ``candidate`` in the distribution that it was
+            drawn from.
+        confidence: float32, the probability of ``argmax``; ``None`` unless the rule looks at more
+            choices than that.
+        choices: [..., K], int64, the K likeliest tokens, the likeliest first, K being the rule's
+            ``num_choices``; a position with fewer possible ones repeats its last. ``None`` where
+            that is 0.
+        margin: float32, the probability of the likeliest token less that of the next one, of what
+            the request's filters keep; ``None`` unless the rule ``judges_filtered``. Only those of
+            requests for which it ``reads_margin`` are computed.
+        named: [..., M], float32, probabilities of the rule's ``named_tokens``; ``None`` if there
+            are none.
+        soft_embeds: [n, hidden_size], float32, of rows alone: token embeddings weighted by their
+            probability, for a model with self-conditioning.
+    """
+
+    argmax: Tensor
+    candidate: Tensor
+    entropy: Tensor
+    drawn_confidence: Tensor
+    confidence: Tensor | None = None
+    choices: Tensor | None = None
+    margin: Tensor | None = None
+    named: Tensor | None = None
+    soft_embeds: Tensor | None = None
+
+    @property
+    def num_likeliest(self) -> int:
+        """K, likeliest tokens of each position in ``choices``; 0 without them."""
+        return 0 if self.choices is None else self.choices.shape[-1]
+
+    def write(self, slot: Tensor, position: Tensor, values: PositionStatistics) -> None:
+        """Put statistics of rows at their places, as far as these are kept of slots.
+
+        Args:
+            slot: [n], int64, of each row.
+            position: [n], int64, of each row in its canvas.
+            values: Of the rows.
+        """
+        for held, own in zip(self, values, strict=True):
+            if held is not None and own is not None:
+                held[slot, position] = own
+
+
 class StepInputs(NamedTuple):
     """Inputs of a rule after a step's forward pass.
 
@@ -204,7 +261,7 @@ class StepDecision(NamedTuple):
     tokens: Tensor
     result: Tensor
     done: Tensor
-    memory: Mapping[str, Tensor]
+    memory: Tensors
     has_final_kv: Tensor | None = None
     num_final: Tensor | None = None
 
@@ -286,8 +343,8 @@ class DecodingRule(ABC):
     """
 
     settings: Mapping[str, Setting | Choice]
-    defaults: ClassVar[Mapping[str, float | str]] = {}
-    presets: Mapping[str, Mapping[str, float | str]] = {}
+    defaults: ClassVar[Values] = {}
+    presets: Mapping[str, Values] = {}
     memory: Mapping[str, Memory] = {}
     refused_fields: ClassVar[Mapping[str, str]] = {}
     refused_settings: ClassVar[Mapping[str, str]] = dict.fromkeys(
@@ -303,27 +360,23 @@ class DecodingRule(ABC):
     judges_to_end: bool = False
     revises: ClassVar[bool] = False
 
-    def reads_margin(self, values: Mapping[str, float | str]) -> bool:
+    def reads_margin(self, values: Values) -> bool:
         """Return true if the steps of a request with these settings need
         :attr:`StepInputs.margin`.
         """
         return False
 
-    def forbidden(self, values: Mapping[str, float | str]) -> tuple[int, ...]:
+    def forbidden(self, values: Values) -> tuple[int, ...]:
         """Return the token ids that a request with these settings never draws."""
         return ()
 
-    def contradiction(
-        self, values: Mapping[str, float | str]
-    ) -> tuple[tuple[str, ...], str] | None:
+    def contradiction(self, values: Values) -> tuple[tuple[str, ...], str] | None:
         """Return the settings whose values do not go together, and the reason; ``None`` if all
         do.
         """
         return None
 
-    def faster(
-        self, values: Mapping[str, float | str], max_steps: int, length: int
-    ) -> Mapping[str, float | str]:
+    def faster(self, values: Values, max_steps: int, length: int) -> Values:
         """Return settings that decide several tokens a step where ``values`` decide one; else none.
 
         Args:
@@ -333,9 +386,7 @@ class DecodingRule(ABC):
         """
         return {}
 
-    def read(
-        self, canvas: Tensor, num_known: Tensor, settings: Mapping[str, Tensor]
-    ) -> Tensor | None:
+    def read(self, canvas: Tensor, num_known: Tensor, settings: Tensors) -> Tensor | None:
         """Return the positions of a canvas whose statistics a step reads, [R, C], bool; ``None``
         for all.
 
@@ -348,7 +399,7 @@ class DecodingRule(ABC):
 
     def temperatures(
         self,
-        settings: Mapping[str, Tensor],
+        settings: Tensors,
         step: Tensor,
         max_steps: Tensor,
         requested: Tensor,
@@ -370,9 +421,7 @@ class DecodingRule(ABC):
         return torch.where(is_greedy, one, requested), torch.where(is_greedy, requested, one)
 
     @abstractmethod
-    def decide(
-        self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
-    ) -> StepDecision:
+    def decide(self, inputs: StepInputs, settings: Tensors, memory: Tensors) -> StepDecision:
         """Decide about each canvas after a step.
 
         Args:

@@ -1,6 +1,7 @@
 """Rules of models that reveal masks anywhere in the answer, by the steps of a schedule."""
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from vllm_diffusion.decoding.rule import (
     Setting,
     StepDecision,
     StepInputs,
+    Tensors,
+    Values,
     places,
 )
 
@@ -38,9 +41,7 @@ class ScheduledReveal(DecodingRule):
         """Set the mask token."""
         self.mask_token_id = mask_token_id
 
-    def read(
-        self, canvas: Tensor, num_known: Tensor, settings: Mapping[str, Tensor]
-    ) -> Tensor | None:
+    def read(self, canvas: Tensor, num_known: Tensor, settings: Tensors) -> Tensor | None:
         return canvas == self.mask_token_id
 
     @staticmethod
@@ -97,12 +98,10 @@ class TimedReveal(ScheduledReveal):
     }
     draws_positions = True
 
-    def reads_margin(self, values: Mapping[str, float | str]) -> bool:
+    def reads_margin(self, values: Values) -> bool:
         return values["algorithm"] == TOPK_MARGIN
 
-    def decide(
-        self, inputs: StepInputs, settings: Mapping[str, Tensor], memory: Mapping[str, Tensor]
-    ) -> StepDecision:
+    def decide(self, inputs: StepInputs, settings: Tensors, memory: Tensors) -> StepDecision:
         assert inputs.uniform is not None
         masked = (inputs.canvas == self.mask_token_id) & inputs.valid & ~inputs.fixed
         num_masks = masked.sum(dim=-1)
@@ -160,3 +159,59 @@ class TimedReveal(ScheduledReveal):
             is_idle = num_masks * self._share(time, eps, num_steps) < 1
             time = torch.where(is_idle & (time < last), time + 1, time)
         return time
+
+
+# The temperature of a request at temperature 0, as in the source.
+_LEAST_TEMPERATURE = 1e-8
+_CLOSED = (
+    "is not supported by this model, whose answers have a fixed length before a padding token; "
+    "leave it out."
+)
+
+
+class EntropySchedule(ScheduledReveal):
+    """Reveal the masks of least entropy in N equal steps.
+
+    After step j of N, (N - j) / N of the answer's masks are left, rounded down: those of the
+    largest entropies, which are taken at the request's temperature. Among equals the leftmost is
+    revealed first. At temperature 0 entropies are those at 1e-8, all 0 unless two tokens are
+    equally likely, so that an answer is written from left to right.
+
+    Source: ``diffusion_sample`` of ``rnd/sampling.py`` of RadicalNumerics/RND1 at 87d5f46.
+    """
+
+    settings: Mapping[str, Setting | Choice] = {}
+    refused_fields: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("structured_outputs", "bad_words", "thinking_token_budget"), _CLOSED
+    )
+
+    def temperatures(
+        self,
+        settings: Tensors,
+        step: Tensor,
+        max_steps: Tensor,
+        requested: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        return requested.clamp(min=_LEAST_TEMPERATURE), (requested > 0).to(requested.dtype)
+
+    def decide(self, inputs: StepInputs, settings: Tensors, memory: Tensors) -> StepDecision:
+        free = inputs.valid & ~inputs.fixed
+        masked = (inputs.canvas == self.mask_token_id) & free
+        num_masks, total = masked.sum(dim=-1), free.sum(dim=-1)
+        num_steps = inputs.max_steps.long()
+
+        def num_kept(steps_left: Tensor) -> Tensor:
+            # In float32, as in the source.
+            return (total.float() * (steps_left.float() / num_steps.float())).long()
+
+        # The next step that reveals a mask: about here, and rounding may shift it by one.
+        steps_left = torch.minimum(
+            num_steps - 1 - memory["time"], num_masks * num_steps // total.clamp(min=1) + 1
+        ).clamp(min=0)
+        for _ in range(3):
+            is_idle = (num_kept(steps_left) >= num_masks) & (steps_left > 0)
+            steps_left = torch.where(is_idle, steps_left - 1, steps_left)
+
+        ranks = self._ranks(-inputs.predicted.entropy, masked)
+        chosen = ranks < (num_masks - num_kept(steps_left))[:, None]
+        return self._reveal(inputs, masked, chosen, num_steps - steps_left)

@@ -185,9 +185,6 @@ class BlockDiffusionModelState(ModelState):
         if self.vllm_config.quant_config is not None:
             logger.info_once("quantised layers: %s", describe_kernels(self.model))
 
-    def get_supported_generation_tasks(self) -> tuple[str, ...]:
-        return ("generate",)
-
     def add_request(self, req_index: int, new_req_data: Any) -> None:
         self._slot_of_request[new_req_data.req_id] = req_index
         self.slots.add_request(req_index, NewRequest.of(new_req_data, self.spec))

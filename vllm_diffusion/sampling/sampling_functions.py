@@ -17,13 +17,12 @@ from attention_kernels.vocab_statistics import RowLogits
 from vllm_diffusion.canvas.compiled import compiled_by_rows
 from vllm_diffusion.canvas.pass_rows import PassRows, rows_of
 from vllm_diffusion.canvas.step import CanvasStep, StepOutput
-from vllm_diffusion.decoding.statistics import PositionStatistics
+from vllm_diffusion.decoding.rule import PositionStatistics
 from vllm_diffusion.sampling.candidate_filters import draw_filtered
 from vllm_diffusion.sampling.logprobs import row_logprobs, write_rows
 from vllm_diffusion.sampling.output_head import OutputHead
-from vllm_diffusion.sampling.pass_settings import PassSettings
+from vllm_diffusion.sampling.pass_settings import PassSettings, SelectedRows
 from vllm_diffusion.sampling.row_adjustments import TokenMasks
-from vllm_diffusion.sampling.selected_rows import SelectedRows
 from vllm_diffusion.sampling.used_settings import UsedSettings
 from vllm_diffusion.sampling.vocabulary_stream import sample_rows
 

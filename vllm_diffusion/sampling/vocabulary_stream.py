@@ -22,7 +22,7 @@ from attention_kernels.vocab_statistics import (
     add_product,
     update_statistics,
 )
-from vllm_diffusion.decoding.statistics import PositionStatistics
+from vllm_diffusion.decoding.rule import PositionStatistics
 from vllm_diffusion.sampling.choices import NamedLogits, RunningChoices
 from vllm_diffusion.sampling.output_head import OutputHead
 

@@ -24,7 +24,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_diffusion.canvas.messages import CanvasView
 from vllm_diffusion.decoding.layouts import AnswerSizes, ScheduledRequest
-from vllm_diffusion.decoding.pass_order import PassOrder
+from vllm_diffusion.decoding.ways import PassOrder
 from vllm_diffusion.metrics import EngineCounts, RowCounts
 from vllm_diffusion.requests.arguments import arguments_of
 from vllm_diffusion.scheduling.canvas_reports import CanvasReports

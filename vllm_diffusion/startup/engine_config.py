@@ -113,9 +113,10 @@ class BlockDiffusionEngineConfig:
 
     # Rules by the value of the setting ``rule``; the first is the default.
     rules: ClassVar[Mapping[str, PublishedRule]]
-    # Class of ``transformers`` that has the tensors of a checkpoint, unless `checkpoint_tensors`
-    # names others.
+    # Class of ``transformers`` that has the tensors of a checkpoint, where there is no `tensors`.
     body: ClassVar[str]
+    # Names and shapes of the tensors of the family's checkpoints, where they are others.
+    tensors: ClassVar[CheckpointTensors | None] = None
     # True if the weights are also those of an ordinary causal model, served with `AUTOREGRESSIVE`.
     has_autoregressive_mode: ClassVar[bool] = False
 
@@ -174,12 +175,12 @@ class BlockDiffusionEngineConfig:
         """
         raise NotImplementedError
 
+    # Derived from the family's values.
+
     @classmethod
     def checkpoint_tensors(cls) -> CheckpointTensors:
         """Return names and shapes of the tensors of the family's checkpoints."""
-        return BodyTensors(cls.body)
-
-    # Derived from the family's values.
+        return cls.tensors or BodyTensors(cls.body)
 
     @classmethod
     def chosen_rule(cls, model_config: ModelConfig, settings: PluginSettings) -> str:

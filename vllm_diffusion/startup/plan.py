@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
-from vllm_diffusion.decoding.pass_order import PassOrder
-from vllm_diffusion.decoding.ways import Way
+from vllm_diffusion.decoding.ways import PassOrder, Way
 from vllm_diffusion.startup.plugin_settings import PluginSettings, plugin_settings
 
 if TYPE_CHECKING:

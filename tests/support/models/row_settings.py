@@ -10,7 +10,7 @@ from vllm.v1.outputs import LogprobsTensors
 from attention_kernels.vocab_statistics import LogitAdjustments, RowDraws, RowLogits
 from tests.support.models.heads import output_head
 from vllm_diffusion.canvas.pass_rows import rows_of
-from vllm_diffusion.decoding.statistics import PositionStatistics
+from vllm_diffusion.decoding.rule import PositionStatistics
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters, draw_filtered
 from vllm_diffusion.sampling.logprobs import LogprobsRequest, no_logprobs, row_logprobs, write_rows
 from vllm_diffusion.sampling.output_head import OutputHead

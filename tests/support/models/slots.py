@@ -8,8 +8,7 @@ from torch import Tensor
 from vllm_diffusion.canvas.slots import CanvasSlots, NewRequest
 from vllm_diffusion.canvas.step import SlotInputs
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
-from vllm_diffusion.decoding.rule import DecodingRule
-from vllm_diffusion.decoding.statistics import PositionStatistics
+from vllm_diffusion.decoding.rule import DecodingRule, PositionStatistics
 from vllm_diffusion.requests.arguments import RequestArguments
 
 CPU, VOCAB = torch.device("cpu"), 50

@@ -9,8 +9,7 @@ from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.entropy_bound import EntropyBound
 from vllm_diffusion.decoding.layouts import AlignedBlock, FreeCanvas
 from vllm_diffusion.decoding.reveal import Reveal
-from vllm_diffusion.decoding.rule import DecodingRule, StepInputs
-from vllm_diffusion.decoding.statistics import PositionStatistics
+from vllm_diffusion.decoding.rule import DecodingRule, PositionStatistics, StepInputs
 
 # Settings of the shipped checkpoint's rule.
 SETTINGS = {

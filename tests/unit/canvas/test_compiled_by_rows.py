@@ -16,7 +16,7 @@ from tests.support.models.specs import diffusion_gemma_spec
 from vllm_diffusion.canvas.compiled import compiled, compiled_by_rows
 from vllm_diffusion.canvas.pass_rows import PassRows
 from vllm_diffusion.canvas.slots import CanvasSlots, Phase
-from vllm_diffusion.decoding.statistics import PositionStatistics
+from vllm_diffusion.decoding.rule import PositionStatistics
 from vllm_diffusion.families.diffusion_gemma.state import DiffusionGemmaModelState
 from vllm_diffusion.sampling.pass_settings import PassSettings
 from vllm_diffusion.sampling.sampling_functions import SamplingFunctions

@@ -24,7 +24,7 @@ from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.layouts import VerifiedDraft
 from vllm_diffusion.decoding.levenshtein import Levenshtein
 from vllm_diffusion.decoding.reveal import LinearSpec
-from vllm_diffusion.decoding.statistics import PositionStatistics
+from vllm_diffusion.decoding.rule import PositionStatistics
 from vllm_diffusion.requests.arguments import RequestArguments
 from vllm_diffusion.startup.machine import has_cpp_compiler
 

@@ -20,7 +20,7 @@ from tests.support.models.row_settings import (
     row_draws,
     sampling_params,
 )
-from vllm_diffusion.decoding.statistics import PositionStatistics
+from vllm_diffusion.decoding.rule import PositionStatistics
 from vllm_diffusion.sampling import candidate_filters
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters, thresholds
 from vllm_diffusion.sampling.output_head import OutputHead

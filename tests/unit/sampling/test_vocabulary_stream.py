@@ -32,7 +32,7 @@ from tests.support.models.row_settings import (
 from tests.support.oracles.kernel_checks import TensorMemory
 from vllm_diffusion.canvas.pass_rows import rows_of
 from vllm_diffusion.canvas.slots import SlotFeatures
-from vllm_diffusion.decoding.statistics import PositionStatistics
+from vllm_diffusion.decoding.rule import PositionStatistics
 from vllm_diffusion.sampling import logprobs
 from vllm_diffusion.sampling.candidate_filters import CandidateFilters, draw_filtered
 from vllm_diffusion.sampling.logprobs import row_logprobs

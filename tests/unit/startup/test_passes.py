@@ -6,8 +6,8 @@ from tests.support.models.specs import diffusion_gemma_spec, masked_spec
 from vllm_diffusion.decoding.canvas_spec import CanvasSpec
 from vllm_diffusion.decoding.layouts import VerifiedDraft, WholeSequence
 from vllm_diffusion.decoding.levenshtein import Levenshtein
-from vllm_diffusion.decoding.pass_order import PassOrder
 from vllm_diffusion.decoding.reveal import LinearSpec, Reveal
+from vllm_diffusion.decoding.ways import PassOrder
 from vllm_diffusion.startup import async_scheduling
 from vllm_diffusion.startup.options import choose_worker
 

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from vllm_diffusion.decoding.layouts.canvas_layout import (
     AnswerSizes,
     CanvasLayout,
-    FirstRows,
     Positions,
     ScheduledRequest,
     ScheduledRows,
@@ -86,9 +84,6 @@ class ShiftedSequence(WholeSequence):
 
     summary: ClassVar[str] = f"{WholeSequence.summary}; rows shifted by one"
     predicts_next = True
-
-    def shift(self, position: Tensor, first: FirstRows) -> Tensor:
-        return torch.zeros_like(position)
 
 
 @dataclass(frozen=True)

@@ -30,13 +30,14 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from vllm_diffusion.decoding.layouts import BlockAfterPrompt, ShiftedSequence
-from vllm_diffusion.decoding.reveal import Reveal
+from vllm_diffusion.decoding.reveal import AS_LLADA, Reveal
 from vllm_diffusion.decoding.reveal_in_blocks import RevealInBlocks
+from vllm_diffusion.families.llada.startup import even_blocks
 from vllm_diffusion.startup.engine_config import PublishedRule
 from vllm_diffusion.startup.masked_models import MaskedEngineConfig
 from vllm_diffusion.startup.whole_sequences import WholeSequenceEngineConfig
@@ -63,15 +64,6 @@ class A2DLlamaConfig(LlamaConfig):
     model_type = "a2d-llama"
 
 
-# Options of both rules.
-_OPTIONS: dict[str, Any] = {
-    "includes_threshold": True,
-    "at_request_temperature": False,
-    "spreads_masks": True,
-    "rounds_to_even": True,
-}
-
-
 class _Qwen3Body:
     """What entries have of Qwen3, however it was trained; the mask is the first id that the
     tokenizer has free.
@@ -96,7 +88,8 @@ class A2DEngineConfig(_Qwen3Body, MaskedEngineConfig):
 
     rules = {
         "reveal": PublishedRule(
-            partial(Reveal, **_OPTIONS), {"reveal_threshold": 0.9, "strategy": "static"}
+            partial(Reveal, **AS_LLADA, rounds_to_even=True),
+            {"reveal_threshold": 0.9, "strategy": "static"},
         )
     }
     block_length = 32
@@ -123,15 +116,7 @@ class A2DLlamaEngineConfig(_LlamaBody, A2DEngineConfig):
     """The entry of ``A2DLlamaLMHeadModel``."""
 
 
-_MDLM = PublishedRule(
-    partial(RevealInBlocks, **_OPTIONS),
-    {
-        "reveal_threshold": 0.9,
-        "strategy": "static",
-        "block_length": 128,
-        "max_denoising_steps": 128,
-    },
-)
+_MDLM = even_blocks(RevealInBlocks, 128, rounds_to_even=True)
 
 
 class MDLMEngineConfig(_Qwen3Body, WholeSequenceEngineConfig):

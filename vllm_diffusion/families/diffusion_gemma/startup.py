@@ -242,6 +242,7 @@ class DiffusionGemmaEngineConfig(BlockDiffusionEngineConfig):
         "linear_spec": PublishedRule(DenoisedDraft, layout=VerifiedDraft, draft_length=16),
     }
     has_autoregressive_mode = True
+    tensors = DiffusionGemmaTensors()
 
     @classmethod
     def check_model(cls, model_config: ModelConfig) -> None:
@@ -276,10 +277,6 @@ class DiffusionGemmaEngineConfig(BlockDiffusionEngineConfig):
         length = canvas_length(settings, canvases.canvas_length, published.draft_length)
         layout = (published.layout or FreeCanvas)(length)
         return CanvasSpec.of(layout, rule, max_steps, of_rule)
-
-    @classmethod
-    def checkpoint_tensors(cls) -> CheckpointTensors:
-        return DiffusionGemmaTensors()
 
 
 @replaces_call(

@@ -10,6 +10,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.states import RequestState
 
+from vllm_diffusion.attention.metadata import write_image_spans
 from vllm_diffusion.canvas.compiled import compiled_by_rows
 from vllm_diffusion.canvas.slots import Phase
 from vllm_diffusion.families.diffusion_gemma.adapters import EncoderDecoderAdapters
@@ -40,11 +41,9 @@ class DiffusionGemmaModelState(EmbeddedModelState):
         # Made with the model where --enable-lora asks for it.
         self._adapters: EncoderDecoderAdapters | None = getattr(model, "lora_manager", None)
         self._has_image_spans = (
-            self.model_config.supports_multimodal_inputs
+            self.supports_mm_inputs
             and getattr(text_config, "use_bidirectional_attention", None) == "vision"
         )
-        # By request: the first token of each image, and the one after its last.
-        self._image_spans: dict[str, list[tuple[int, int]]] = {}
 
     def _compile(self, backend: str | None) -> None:
         self._read = compiled_by_rows(self._read_canvases, backend)
@@ -66,19 +65,6 @@ class DiffusionGemmaModelState(EmbeddedModelState):
         self, slot: Tensor, position: Tensor, soft_embeds: Tensor, normalizer: Tensor
     ) -> None:
         self.soft_embeds[slot, position] = (soft_embeds * normalizer).to(self.dtype)
-
-    def add_request(self, req_index: int, new_req_data: Any) -> None:
-        super().add_request(req_index, new_req_data)
-        if self._has_image_spans:
-            self._image_spans[new_req_data.req_id] = [
-                (first, last + 1)
-                for feature in new_req_data.mm_features
-                for first, last in feature.mm_position.extract_embeds_range()
-            ]
-
-    def remove_request(self, req_id: str) -> None:
-        super().remove_request(req_id)
-        self._image_spans.pop(req_id, None)
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         pass_rows, num_rows = self.pass_rows, input_batch.num_draft_tokens
@@ -158,17 +144,11 @@ class DiffusionGemmaModelState(EmbeddedModelState):
         if not self._has_image_spans or not input_batch.has_prefill:
             return None
         spans = np.zeros((num_tokens, 2), dtype=np.int32)
-        any_span = False
+        starts = input_batch.query_start_loc_np
         for i, req_id in enumerate(input_batch.req_ids):
-            if not input_batch.is_prefilling_np[i]:
-                continue
-            first_row = int(input_batch.query_start_loc_np[i])
-            end_row = int(input_batch.query_start_loc_np[i + 1])
-            offset = first_row - int(input_batch.num_computed_tokens_np[i])
-            for first, end in self._image_spans.get(req_id, ()):
-                low = max(first + offset, first_row)
-                high = min(end + offset, end_row)
-                if low < high:
-                    spans[low:high] = (first, end)
-                    any_span = True
-        return async_tensor_h2d(spans, device=self.device) if any_span else None
+            if input_batch.is_prefilling_np[i]:
+                first_position = int(input_batch.num_computed_tokens_np[i])
+                for feature in self.encoder_cache.mm_features.get(req_id, ()):
+                    ranges = feature.mm_position.extract_embeds_range()
+                    write_image_spans(spans[starts[i] : starts[i + 1]], first_position, ranges)
+        return async_tensor_h2d(spans, device=self.device) if spans.any() else None

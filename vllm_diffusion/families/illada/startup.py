@@ -13,15 +13,13 @@ as LLaDA does (``llada/startup.py``), and in this:
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from transformers import LlamaConfig
 
 from vllm_diffusion.decoding.layouts import GrowingSequence
 from vllm_diffusion.decoding.reveal_in_blocks import RevealWithThoughts
-from vllm_diffusion.families.llada.startup import OPTIONS
-from vllm_diffusion.startup.engine_config import PublishedRule
+from vllm_diffusion.families.llada.startup import even_blocks
 from vllm_diffusion.startup.whole_sequences import WholeSequenceEngineConfig
 
 if TYPE_CHECKING:
@@ -37,17 +35,7 @@ class ILLaDAConfig(LlamaConfig):
 class ILLaDAEngineConfig(WholeSequenceEngineConfig):
     """The entry of ``ILLaDAForCausalLM``."""
 
-    rules = {
-        "reveal_in_blocks": PublishedRule(
-            partial(RevealWithThoughts, **OPTIONS),
-            {
-                "reveal_threshold": 0.9,
-                "strategy": "static",
-                "block_length": 32,
-                "max_denoising_steps": 32,
-            },
-        )
-    }
+    rules = {"reveal_in_blocks": even_blocks(RevealWithThoughts, 32)}
     body = "LlamaForCausalLM"
     mask_token_id = 5
     block_length = 32

@@ -32,29 +32,17 @@ from typing import TYPE_CHECKING, Any
 from transformers import LlamaConfig, Qwen3MoeConfig
 
 from vllm_diffusion.decoding.layouts import SequenceOfBlocks
+from vllm_diffusion.decoding.reveal import AS_LLADA
 from vllm_diffusion.decoding.reveal_in_blocks import RevealEndsLast, RevealInBlocks
 from vllm_diffusion.startup.engine_config import PublishedRule
 from vllm_diffusion.startup.whole_sequences import WholeSequenceEngineConfig
-from vllm_diffusion.weights.checkpoint_tensors import BodyTensors, CheckpointTensors
+from vllm_diffusion.weights.checkpoint_tensors import BodyTensors
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
     from vllm_diffusion.startup.plugin_settings import PluginSettings
 
-# Options of LLaDA's rule and of iLLaDA's.
-OPTIONS: dict[str, Any] = {
-    "includes_threshold": True,
-    "at_request_temperature": False,
-    "spreads_masks": True,
-}
-# Defaults of LLaDA and LLaDA-MoE.
-_SETTINGS: dict[str, float | str] = {
-    "reveal_threshold": 0.9,
-    "strategy": "static",
-    "block_length": 128,
-    "max_denoising_steps": 128,
-}
 # The loop's own; ``config.json`` has the first one too.
 _ENDS = {"end_token_id": 126081, "turn_end_token_id": 126348}
 # Names of a Llama's modules, to the published ones.
@@ -117,6 +105,25 @@ _WITHOUT: dict[str, tuple[Any, ...]] = {
     "clip_qkv": (None,),
     "partial_rotary_factor": (None, 1, -1),
 }
+
+
+def even_blocks(rule: type[RevealInBlocks], block_length: int, **options: Any) -> PublishedRule:
+    """The rule of LLaDA's loop, with as many steps for a block as it has positions.
+
+    Args:
+        rule: Class of the rule.
+        block_length: Positions of a block.
+        options: Others than LLaDA's own.
+    """
+    return PublishedRule(
+        partial(rule, **AS_LLADA, **options),
+        {
+            "reveal_threshold": 0.9,
+            "strategy": "static",
+            "block_length": block_length,
+            "max_denoising_steps": block_length,
+        },
+    )
 
 
 class LLaDAMoEConfig(Qwen3MoeConfig):
@@ -188,12 +195,8 @@ class _Tensors(BodyTensors):
 class LLaDAEngineConfig(WholeSequenceEngineConfig):
     """The entry of ``LLaDAModelLM``."""
 
-    rules = {
-        "reveal_in_blocks": PublishedRule(
-            partial(RevealEndsLast, **OPTIONS, **_ENDS),
-            _SETTINGS,
-        )
-    }
+    rules = {"reveal_in_blocks": even_blocks(RevealEndsLast, 128, **_ENDS)}
+    tensors = _Tensors("LlamaForCausalLM")
     mask_token_id = 126336
     block_length = 128
     layout = SequenceOfBlocks
@@ -226,20 +229,11 @@ class LLaDAEngineConfig(WholeSequenceEngineConfig):
         of_checkpoint = {name: token for name, token in ends.items() if isinstance(token, int)}
         return replace(published, rule=partial(published.rule, **of_checkpoint))
 
-    @classmethod
-    def checkpoint_tensors(cls) -> CheckpointTensors:
-        return _Tensors("LlamaForCausalLM")
-
 
 class LLaDAMoEEngineConfig(WholeSequenceEngineConfig):
     """The entry of ``LLaDAMoEModelLM``."""
 
-    rules = {
-        "reveal_in_blocks": PublishedRule(
-            partial(RevealInBlocks, **OPTIONS),
-            _SETTINGS,
-        )
-    }
+    rules = {"reveal_in_blocks": even_blocks(RevealInBlocks, 128)}
     body = "Qwen3MoeForCausalLM"
     mask_token_id = 156895
     block_length = 128

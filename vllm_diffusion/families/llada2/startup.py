@@ -75,6 +75,56 @@ class LLaDA2MoeConfig(PretrainedConfig):
             }
 
 
+class LLaDA2Tensors(CheckpointTensors):
+    """Names and shapes as published; experts fused here, and one by one in the files."""
+
+    unquantised = ("word_embeddings.weight", "mlp.gate.weight")
+
+    def shapes(self, config: Any) -> dict[str, Shape]:
+        hidden, head_dim = config.hidden_size, config.head_dim
+        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        shapes: dict[str, Shape] = {
+            "model.word_embeddings.weight": (config.vocab_size, hidden),
+            "model.norm.weight": (hidden,),
+        }
+        if not config.tie_word_embeddings:
+            shapes["lm_head.weight"] = (config.vocab_size, hidden)
+        for layer in range(config.num_hidden_layers):
+            prefix = f"model.layers.{layer}."
+            qkv = (num_heads + 2 * num_kv_heads) * head_dim
+            shapes |= {
+                prefix + "input_layernorm.weight": (hidden,),
+                prefix + "post_attention_layernorm.weight": (hidden,),
+                prefix + "attention.query_key_value.weight": (qkv, hidden),
+                prefix + "attention.query_layernorm.weight": (head_dim,),
+                prefix + "attention.key_layernorm.weight": (head_dim,),
+                prefix + "attention.dense.weight": (hidden, num_heads * head_dim),
+            }
+            shapes |= self._mlp(config, prefix + "mlp.", layer < config.first_k_dense_replace)
+        return shapes
+
+    def _mlp(self, config: Any, prefix: str, is_dense: bool) -> dict[str, Shape]:
+        hidden, num_experts = config.hidden_size, config.num_experts
+
+        def gated(stem: str, size: int) -> dict[str, Shape]:
+            return {
+                stem + "gate_proj.weight": (size, hidden),
+                stem + "up_proj.weight": (size, hidden),
+                stem + "down_proj.weight": (hidden, size),
+            }
+
+        if is_dense:
+            return gated(prefix, config.intermediate_size)
+        size = config.moe_intermediate_size
+        return {
+            prefix + "gate.weight": (num_experts, hidden),
+            prefix + "gate.expert_bias": (num_experts,),
+            prefix + "experts.gate_up_proj": (num_experts, 2 * size, hidden),
+            prefix + "experts.down_proj": (num_experts, hidden, size),
+            **gated(prefix + "shared_experts.", size * config.num_shared_experts),
+        }
+
+
 class LLaDA2EngineConfig(MaskedEngineConfig):
     """The entry of ``LLaDA2MoeModelLM``."""
 
@@ -104,6 +154,7 @@ class LLaDA2EngineConfig(MaskedEngineConfig):
         ),
     }
     mask_token_id = 156895
+    tensors = LLaDA2Tensors()
     block_length = 32
 
     @classmethod
@@ -176,10 +227,6 @@ class LLaDA2EngineConfig(MaskedEngineConfig):
         _log_rule(cls.chosen_rule(model_config, settings))
         return spec
 
-    @classmethod
-    def checkpoint_tensors(cls) -> CheckpointTensors:
-        return LLaDA2Tensors()
-
 
 def _log_rule(rule: str) -> None:
     """Say which version's loop runs, since ``config.json`` does not tell 2.0 from 2.1."""
@@ -205,53 +252,3 @@ def _log_rule(rule: str) -> None:
 def _expert_capacity(model_config: ModelConfig) -> Any:
     """Experts that the tokens of a block share, in LLaDA2.2; ``None`` in the others."""
     return getattr(model_config.hf_config, "expert_capacity", None)
-
-
-class LLaDA2Tensors(CheckpointTensors):
-    """Names and shapes as published; experts fused here, and one by one in the files."""
-
-    unquantised = ("word_embeddings.weight", "mlp.gate.weight")
-
-    def shapes(self, config: Any) -> dict[str, Shape]:
-        hidden, head_dim = config.hidden_size, config.head_dim
-        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        shapes: dict[str, Shape] = {
-            "model.word_embeddings.weight": (config.vocab_size, hidden),
-            "model.norm.weight": (hidden,),
-        }
-        if not config.tie_word_embeddings:
-            shapes["lm_head.weight"] = (config.vocab_size, hidden)
-        for layer in range(config.num_hidden_layers):
-            prefix = f"model.layers.{layer}."
-            qkv = (num_heads + 2 * num_kv_heads) * head_dim
-            shapes |= {
-                prefix + "input_layernorm.weight": (hidden,),
-                prefix + "post_attention_layernorm.weight": (hidden,),
-                prefix + "attention.query_key_value.weight": (qkv, hidden),
-                prefix + "attention.query_layernorm.weight": (head_dim,),
-                prefix + "attention.key_layernorm.weight": (head_dim,),
-                prefix + "attention.dense.weight": (hidden, num_heads * head_dim),
-            }
-            shapes |= self._mlp(config, prefix + "mlp.", layer < config.first_k_dense_replace)
-        return shapes
-
-    def _mlp(self, config: Any, prefix: str, is_dense: bool) -> dict[str, Shape]:
-        hidden, num_experts = config.hidden_size, config.num_experts
-
-        def gated(stem: str, size: int) -> dict[str, Shape]:
-            return {
-                stem + "gate_proj.weight": (size, hidden),
-                stem + "up_proj.weight": (size, hidden),
-                stem + "down_proj.weight": (hidden, size),
-            }
-
-        if is_dense:
-            return gated(prefix, config.intermediate_size)
-        size = config.moe_intermediate_size
-        return {
-            prefix + "gate.weight": (num_experts, hidden),
-            prefix + "gate.expert_bias": (num_experts,),
-            prefix + "experts.gate_up_proj": (num_experts, 2 * size, hidden),
-            prefix + "experts.down_proj": (num_experts, hidden, size),
-            **gated(prefix + "shared_experts.", size * config.num_shared_experts),
-        }

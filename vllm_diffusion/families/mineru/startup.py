@@ -108,6 +108,7 @@ class MinerUEngineConfig(MaskedEngineConfig):
     block_length = 32
     layout = BlockAfterPrompt
     end_texts = ("<|endoftext|>", "<|im_end|>")
+    tensors = MinerUTensors()
 
     @classmethod
     def check_model(cls, model_config: ModelConfig) -> None:
@@ -138,7 +139,3 @@ class MinerUEngineConfig(MaskedEngineConfig):
                 f"vision_projector_type={config.vision_projector_type!r} in config.json of the checkpoint is not "
                 f'served; with spatial_merge_size={merge} it must be "patch_merger{merge}x".'
             )
-
-    @classmethod
-    def checkpoint_tensors(cls) -> CheckpointTensors:
-        return MinerUTensors()

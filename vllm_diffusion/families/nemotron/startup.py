@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 from transformers import Ministral3Config
 
 from vllm_diffusion.decoding.layouts import FirstTokenBlock, VerifiedDraft
-from vllm_diffusion.decoding.reveal import LinearSpec, Reveal
+from vllm_diffusion.decoding.reveal import AS_LLADA, LinearSpec, Reveal
 from vllm_diffusion.decoding.rule import AUTOREGRESSIVE, FLOAT32_MAX, Setting
 from vllm_diffusion.startup.draft_lora import (
     DraftLora,
@@ -45,7 +45,7 @@ from vllm_diffusion.startup.engine_config import PublishedRule
 from vllm_diffusion.startup.masked_models import MaskedEngineConfig
 from vllm_diffusion.startup.plugin_settings import OPTION
 from vllm_diffusion.weights.adapters.support import Module
-from vllm_diffusion.weights.checkpoint_tensors import BodyTensors, CheckpointTensors
+from vllm_diffusion.weights.checkpoint_tensors import BodyTensors
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -77,13 +77,7 @@ class NemotronLabsDiffusionEngineConfig(MaskedEngineConfig):
     # As on the card; without a threshold one token a step is the strategy "static".
     rules = {
         "reveal": PublishedRule(
-            partial(
-                Reveal,
-                includes_threshold=True,
-                at_request_temperature=False,
-                judges_to_end=True,
-                spreads_masks=True,
-            ),
+            partial(Reveal, **AS_LLADA, judges_to_end=True),
             {"reveal_threshold": 0.9, "strategy": "dynamic"},
         ),
         "linear_spec": PublishedRule(lambda mask_token_id: LinearSpec(), layout=VerifiedDraft),
@@ -92,6 +86,9 @@ class NemotronLabsDiffusionEngineConfig(MaskedEngineConfig):
     mask_token_id = 100
     block_length = 32
     layout = FirstTokenBlock
+    tensors = BodyTensors(
+        "Ministral3ForCausalLM", {"model.": "encoder.", "lm_head.": "diffusion_head."}
+    )
 
     @classmethod
     def default_rule(cls, model_config: ModelConfig) -> str:
@@ -137,8 +134,3 @@ class NemotronLabsDiffusionEngineConfig(MaskedEngineConfig):
         # The workers find it again, and put it on the layers.
         if verifies_drafts(model_config):
             log_drafts(model_config, find_draft_lora(model_config), FOLDER)
-
-    @classmethod
-    def checkpoint_tensors(cls) -> CheckpointTensors:
-        prefixes = {"model.": "encoder.", "lm_head.": "diffusion_head."}
-        return BodyTensors("Ministral3ForCausalLM", prefixes)

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import Qwen3MoeConfig
 
-from vllm_diffusion.decoding.entropy_schedule import EntropySchedule
 from vllm_diffusion.decoding.layouts import ShiftedSequence
+from vllm_diffusion.decoding.timed_reveal import EntropySchedule
 from vllm_diffusion.startup.engine_config import PublishedRule
 from vllm_diffusion.startup.whole_sequences import WholeSequenceEngineConfig
 

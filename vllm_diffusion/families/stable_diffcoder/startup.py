@@ -17,7 +17,7 @@ ByteDance-Seed/Stable-DiffCoder-8B, as found in public copies. It differs:
 
 from functools import partial
 
-from vllm_diffusion.decoding.reveal import Reveal
+from vllm_diffusion.decoding.reveal import AS_LLADA, Reveal
 from vllm_diffusion.startup.engine_config import PublishedRule
 from vllm_diffusion.startup.masked_models import MaskedEngineConfig
 
@@ -27,10 +27,7 @@ class StableDiffcoderEngineConfig(MaskedEngineConfig):
 
     rules = {
         "reveal": PublishedRule(
-            partial(
-                Reveal, includes_threshold=True, at_request_temperature=False, spreads_masks=True
-            ),
-            {"reveal_threshold": 0.95, "strategy": "dynamic"},
+            partial(Reveal, **AS_LLADA), {"reveal_threshold": 0.95, "strategy": "dynamic"}
         )
     }
     body = "LlamaForCausalLM"

@@ -141,10 +141,7 @@ class UnoK2HorizonEngineConfig(UnoEngineConfig):
     # The vocabulary of the 7B; the 0.9B's is smaller. Their config.json has no mask token, and the
     # publisher draws from the whole vocabulary.
     mask_token_id = 250624
-
-    @classmethod
-    def checkpoint_tensors(cls) -> CheckpointTensors:
-        return K2HorizonTensors()
+    tensors = K2HorizonTensors()
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
