@@ -134,7 +134,7 @@ class Reveal(DecodingRule):
             return {}
         strategy = values["strategy"]
         if strategy == ENTROPY_BUDGET:
-            return {} if float(values["entropy_budget"]) > 0 else self.defaults
+            return {} if float(values["entropy_budget"]) > 0 else Reveal.defaults
         has_threshold = float(values["reveal_threshold"]) < 1
         threshold = {} if has_threshold else {"reveal_threshold": _USUAL_THRESHOLD}
         return threshold if strategy == DYNAMIC else {"strategy": DYNAMIC, **threshold}
